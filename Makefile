@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 NO_RESTART := --max-worker-restart 0
 BY_FILE := -n 2 --dist loadfile $(NO_RESTART)
 
-.PHONY: install help demo smollm2 llama-server test-programs test test-all test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
+.PHONY: install help demo smollm2 llama-server test-programs test test-needs test-more test-all test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -38,14 +38,22 @@ test: install  ## fast tests and one cluster, eight minutes on two cores; ends w
 	$(BIN)/pytest $(BY_FILE) -m "not slow and not e2e" || failed=1; \
 	exit $$failed
 
+test-needs: install  ## the tests of make test that need what test-programs installs
+	$(BIN)/pytest $(BY_FILE) -m "needs and not slow and not e2e"
+
 # A cluster that starts waits more than it computes, so three are tested at once, except where processes recover.
-test-all: install  ## make test, then all other tests: slow ones, and those of whole clusters
+test-more: install  ## the tests that make test leaves out: slow ones, and those of whole clusters
 	@failed=0; \
-	$(MAKE) --no-print-directory test || failed=1; \
 	$(BIN)/pytest $(BY_FILE) --durations 25 -m "slow and not e2e" || failed=1; \
 	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder $(NO_RESTART) --durations 25 -m "e2e and not kills" \
 	  --ignore tests/e2e/test_smoke.py tests/e2e || failed=1; \
 	$(BIN)/pytest --durations 25 -m kills tests/chaos tests/e2e || failed=1; \
+	exit $$failed
+
+test-all: install  ## test and test-more
+	@failed=0; \
+	$(MAKE) --no-print-directory test || failed=1; \
+	$(MAKE) --no-print-directory test-more || failed=1; \
 	exit $$failed
 
 # vLLM's CPU build and all of gammaray, in an environment of their own: vLLM needs other versions. pip cannot leave
@@ -82,6 +90,7 @@ lint: install  ## ruff, mypy strict, buf, hadolint, generated files are fresh
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/python helm/generate.py --check
 	$(BIN)/python helm/dashboard.py --check
+	$(BIN)/python docs/make_engines.py --check
 	$(BIN)/python docs/make_metrics.py --check
 	$(BIN)/python docs/make_telemetry.py --check
 	$(BIN)/python docs/make_benchmarks.py --check

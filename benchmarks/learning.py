@@ -1,11 +1,11 @@
-"""What a head or draft model learns from live traffic of a domain that it was not trained on.
+"""What a head learns from live traffic of a domain that it was not trained on.
 
     python -m benchmarks.learning --minutes 15
 
-Serves a target with its head, or with `--draft`, and `--learn`, first a few chat prompts, then only questions
+Serves a target with its head and `--learn`, first a few chat prompts, then only questions
 for SQL, each of which is new. One client waits `--idle` times as long as its last completion took before it
 sends the next request, so that the cluster serves about a third of what it could. Only the head drafts,
-`--gamma` tokens per cycle; beside a draft model look-ups in the text do, too.
+`--gamma` tokens per cycle.
 
 Printed are the tokens that it gets accepted per cycle, by minute, with the versions that were published and
 what became of them, and the gaps between pieces of a stream. Then each stream is completed again at gamma 0.
@@ -96,7 +96,7 @@ async def stream(
     client: AsyncClient, prompt: Sequence[int], options: argparse.Namespace, **about: Any
 ) -> Stream:
     """Complete one prompt."""
-    stack = Stack(options.gamma, client, options={"drafter": "model" if options.draft else "head"})
+    stack = Stack(options.gamma, client, options={"drafter": "head"})
     given = {"temperature": about["temperature"], "seed": about["seed"], "ignore_eos": False}
     sample = await stack.sample(Ask(tuple(prompt), options.tokens, **given))
     assert sample.summary is not None
@@ -201,9 +201,8 @@ def chart(minutes: Sequence[dict[str, Any]], chat: float) -> str:
 async def run(options: argparse.Namespace) -> int:
     """Measure, print and write the result; return the exit status."""
     tokenizer = Tokenizer(str(options.target))
-    target, drafter = str(options.target), str(options.draft or options.head)
-    kind = "--draft" if options.draft else "--head"
-    common = ("--engine", options.engine, "--target", target, kind, drafter)
+    target, drafter = str(options.target), str(options.head)
+    common = ("--engine", options.engine, "--target", target, "--head", drafter)
     common += ("--draft-weights", options.weights)
     with tempfile.TemporaryDirectory() as folder:
         learned = LearningFolder(Path(folder)).store(OPEN)
@@ -258,7 +257,6 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--target", type=Path, default=Path("build/models/smollm2"))
     parser.add_argument("--head", type=Path, default=Path("benchmarks/heads/smollm2"))
-    parser.add_argument("--draft", type=Path, help="a draft model on a draft worker, instead of the head")
     parser.add_argument("--engine", default="auto", help="of the target; vllm wants --weights auto")
     parser.add_argument("--weights", default="int8", help="of the drafter, see --draft-weights")
     parser.add_argument("--minutes", type=float, default=15.0)

@@ -11,9 +11,9 @@ from typing import Any
 from gammaray.blocks import Shape, Verdict
 from gammaray.errors import GammarayError, InternalError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.own.target_scheduler import TargetScheduler
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import ProposeTask, Release, SessionSpec, VerifyTask
-from services.target_worker.scheduler import TargetScheduler
 
 
 @dataclass(frozen=True)

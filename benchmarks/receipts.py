@@ -61,10 +61,10 @@ from services.engine.core.model import eos_token_ids
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
+from services.own.target_scheduler import TargetScheduler
 from services.process.fingerprints import vocab_sha256, weights_sha256
 from services.receipts.check import MARGINS, ReceiptChecker
 from services.scheduling.planning import Limits
-from services.target_worker.scheduler import TargetScheduler
 
 _PROMPT, _COST_TOKENS, _AT_ONCE = 64, 192, 8
 PARTS = ("margins", "found", "cost", "honest")

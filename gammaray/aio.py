@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Coroutine
 from typing import Any
 
@@ -39,15 +38,13 @@ async def end_tasks(*tasks: asyncio.Task[Any], timeout_s: float = END_S) -> None
 
 
 def num_cancellations() -> int:
-    """Return the number of pending cancellation requests of the running task; always 0 before Python 3.11.
+    """Return the number of pending cancellation requests of the running task.
 
     Retry loops compare the number before and after a failed call: gRPC may report a cancellation that arrives
     together with a message as a status of the call, or as the end of the stream.
     """
     task = asyncio.current_task()
-    if task is None or sys.version_info < (3, 11):
-        return 0
-    return task.cancelling()
+    return 0 if task is None else task.cancelling()
 
 
 class BackgroundTasks:

@@ -215,18 +215,38 @@ class TokenBiases(FieldRule):
             raise InvalidArgumentError(name, f"{len(value)} entries", f"at most {self.max_entries}")
 
 
-def is_address(host: str) -> bool:
-    """Whether `host` is an IP address."""
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host.strip("[]"))
+        return ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return False
-    return True
+        return None
+
+
+def is_address(host: str) -> bool:
+    """Whether `host` is an IP address; one of IPv6 may be in brackets."""
+    return _ip(host) is not None
 
 
 def is_loopback(host: str) -> bool:
     """Whether an address is reachable from this machine only."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost" if (found := _ip(host)) is None else found.is_loopback
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` means all interfaces, and so is not an address that clients can dial."""
+    return (found := _ip(host)) is not None and found.is_unspecified
+
+
+def split_address(field: str, address: str) -> tuple[str, int]:
+    """Split `host:port`; the host is returned without the brackets that one of IPv6 must have."""
+    host, separator, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    well_formed = host == (f"[{bare}]" if ":" in bare else bare)
+    if not (separator and bare and well_formed and port.isdecimal()) or int(port) > 65535:
+        raise InvalidArgumentError(field, address, "host:port, with an IPv6 host in brackets")
+    return bare, int(port)
+
+
+def join_address(host: str, port: int | str) -> str:
+    """Return `host:port`, with an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

@@ -18,6 +18,7 @@ from pydantic_core import core_schema
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gammaray.demo_pair import DEMO_PAIR, early_exit_layers
+from gammaray.engines import refuse
 from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
 from gammaray.errors import InvalidArgumentError
 
@@ -140,13 +141,6 @@ _ALLOWED = {
     "string_type": "a text",
 }
 
-# Allowed settings in deterministic mode without vLLM.
-_DETERMINISTIC: dict[str, tuple[Any, ...]] = {
-    "device": ("auto", "cpu"),
-    "dtype": ("auto", "float32"),
-    "threads": (1,),
-}
-
 METRICS_PORT = 9464
 """Metrics port (OpenTelemetry's default) where each process has its own network address, as in a pod."""
 
@@ -181,8 +175,8 @@ _HEAD = (
     "head, or mtp: the target's own layers for this; empty: nothing."
 )
 _LEARN = (
-    "Folder in which workers train new versions of their head or draft model while they serve; with API keys "
-    "only from streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
+    "Folder in which target workers train new versions of their head while they serve; with API keys only "
+    "from streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
 )
 _LORA = (
     "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
@@ -237,48 +231,19 @@ class _ModelSettings(_Settings):
     )
     deterministic: bool = Field(False, description=_DETERMINISM)
 
-    @model_validator(mode="after")
-    def _check_deterministic(self) -> Self:
-        if self.deterministic:
-            # vLLM's batch-invariant mode is for GPUs.
-            rules = {"device": ("auto", "cuda")} if self.engine == "vllm" else _DETERMINISTIC
-            for field, allowed in rules.items():
-                if (got := getattr(self, field, allowed[0])) not in allowed:
-                    choices = " or ".join(map(str, allowed))
-                    raise InvalidArgumentError(field, got, f"{choices} with deterministic")
-        return self
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What is asked of the engine, see `gammaray.engines`."""
+        return dict(self)
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        if self.engine == "vllm":
-            weights = getattr(self, "draft_weights", "auto")
-            if weights != "auto" and getattr(self, "head", True):  # a target without a head has no draft
-                raise InvalidArgumentError("draft_weights", weights, "auto with the engine vllm")
+        if (error := refuse(self.asked)) is not None:
+            raise error
         return self
 
 
-class _LearningSettings(_ModelSettings):
-    """The same of a process that may learn."""
-
-    learn: str = Field("", description=_LEARN)
-
-    @property
-    def _has_drafter(self) -> bool:
-        """Whether anything drafts that could learn."""
-        return True
-
-    @model_validator(mode="after")
-    def _check_what_learns(self) -> Self:
-        if self.learn and not self._has_drafter:
-            raise InvalidArgumentError("learn", self.learn, "empty without a head or draft workers")
-        if self.learn and self.engine == "vllm" and not getattr(self, "head", ""):
-            raise InvalidArgumentError("learn", self.learn, "empty with the engine vllm and a draft model")
-        if self.learn and self.engine == "vllm" and getattr(self, "key_file", None):
-            raise InvalidArgumentError("learn", self.learn, "empty with the engine vllm and API keys")
-        return self
-
-
-class _TargetModelSettings(_LearningSettings):
+class _TargetModelSettings(_ModelSettings):
     """The same of a target."""
 
     tensor_parallel: int = Field(
@@ -289,17 +254,14 @@ class _TargetModelSettings(_LearningSettings):
         "with vLLM as the engine.",
     )
     head: str = Field("", description=_HEAD)
+    learn: str = Field("", description=_LEARN)
     draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
     lora: Lora = Field("", description=_LORA, json_schema_extra=REPEATABLE)
 
     @model_validator(mode="after")
-    def _check_needs_of_vllm(self) -> Self:
-        if self.engine not in ("auto", "vllm"):
-            if self.tensor_parallel > 1:
-                allowed = f"1 with the engine {self.engine}"
-                raise InvalidArgumentError("tensor_parallel", self.tensor_parallel, allowed)
-            if self.lora:
-                raise InvalidArgumentError("lora", self.lora, f"empty with the engine {self.engine}")
+    def _check_what_learns(self) -> Self:
+        if self.learn and not self.head:
+            raise InvalidArgumentError("learn", self.learn, "empty without a head, which alone learns")
         return self
 
 
@@ -412,16 +374,12 @@ class WorkerSettings(ServingSettings, _ModelSettings):
 class TargetSettings(WorkerSettings, _TargetModelSettings):
     """A target worker."""
 
-    @property
-    def _has_drafter(self) -> bool:
-        return self.head != ""
-
     draft_ahead: bool = Field(
         True, description="Let that head draft the next proposals while no block waits."
     )
 
 
-class DraftSettings(WorkerSettings, _LearningSettings):
+class DraftSettings(WorkerSettings, _ModelSettings):
     """A draft worker."""
 
     draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
@@ -526,10 +484,6 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
         description="Address of both APIs; if other machines can reach it, set api_keys_file.",
     )
 
-    @property
-    def _has_drafter(self) -> bool:
-        return self.head != "" or self.draft_workers.maximum > 0
-
     @model_validator(mode="before")
     @classmethod
     def _leave_out_draft(cls, given: Any) -> Any:
@@ -538,6 +492,11 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
         if is_foreign or given.get("head"):
             return {"draft_workers": "0", **given}
         return given
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What is asked of the engines of its workers."""
+        return {**super().asked, "has_keys": self.key_file is not None}
 
     @model_validator(mode="after")
     def _check_draft_workers(self) -> Self:

@@ -20,13 +20,21 @@ DRAFTER_FILE = "gammaray.json"
 _PACKAGE = "gammaray_demo_pair"
 
 
+def is_missing(name: str) -> bool:
+    """Whether a name is that of a directory, and there is none; names on the hub begin with other characters."""
+    return name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
 def resolve_model(name: str, role: str = "target", field: str = "model") -> str:
     """Return the directory or hub name that a model's name stands for; "demo" stands for one by role.
 
     Raises:
-        InvalidArgumentError: The `field` names another role, a GGUF file, or "demo" if the demo pair is not
-            installed.
+        InvalidArgumentError: The `field` names another role, a directory that does not exist, a GGUF file,
+            or "demo" if the demo pair is not installed.
     """
+    if is_missing(name):
+        allowed = "a directory, or the name of a model on the hub or in its cache"
+        raise InvalidArgumentError(field, f"{name!r}, which does not exist", allowed)
     if name.lower().endswith(".gguf") and not Path(name).is_dir():
         how = "`python -m services.engine.convert FILE.gguf DIRECTORY` makes the directory"
         raise InvalidArgumentError(field, name, f"a directory or hub name; {how}")

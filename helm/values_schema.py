@@ -35,6 +35,16 @@ _OF_CHART = {
 _QUANTITY = {"pattern": "^[0-9]+([.][0-9]+)?(m|k|[KMGTPE]i|[MGTPE]|[eE][0-9]+)?$"}
 _QUANTITIES = {"type": "object", "additionalProperties": {"type": ["string", "number"], **_QUANTITY}}
 
+# Parts of an image's reference. A digest is no tag, and neither is a part of a repository.
+_PLACE = "[^\\s:@/]+(:[0-9]+(/[^\\s:@/]+)+|(/[^\\s:@/]+)*)"
+_IMAGE_PARTS = {
+    "registry": {"pattern": "^([^\\s:@/]+(:[0-9]+)?(/[^\\s:@/]+)*/?)?$"},
+    "repository": {"pattern": f"^({_PLACE})?$"},
+    "tag": {"pattern": "^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$"},
+    "digest": {"pattern": "^(sha256:[0-9a-f]{64})?$"},
+    "image": {"pattern": f"^{_PLACE}(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?$"},
+}
+
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
 
 
@@ -81,6 +91,7 @@ def _schema_of(value: Value) -> dict[str, Any]:
         }
     if value.path[-1].lower().endswith("size"):
         schema |= _QUANTITY
+    schema |= _IMAGE_PARTS.get(value.path[-1], {})
     return schema | value.constraints
 
 

@@ -6,6 +6,7 @@ workers in the registry and talk to them over their own gRPC streams.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from ray.serve import Application
 
 from gammaray.config import OrchestratorSettings, PoolSize, ScalingSettings
 from gammaray.deploy.serve_config import APPLICATIONS, OrchestratorArguments, autoscaling_config
+from gammaray.wire.metadata import APPLICATION
 from orchestrator.access.caller import make_authenticator
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
@@ -35,6 +37,7 @@ class OrchestratorDeployment:
     ) -> None:
         self._settings = OrchestratorSettings(**settings)
         self._authenticator = make_authenticator(self._settings, probe_key_sha256, local_only)
+        logging.getLogger("ray.serve").addFilter(is_true)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve awaits this after the constructor and before any request, in the loop that serves them.
@@ -55,6 +58,17 @@ class OrchestratorDeployment:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load of this replica; Serve calls it when the number of replicas may change."""
         return {IN_FLIGHT: float(self._orchestrator.num_requests)}
+
+
+def is_true(record: logging.LogRecord) -> bool:
+    """Return whether a record of Serve's log tells what happened.
+
+    Its access log has OK for a gRPC call whose servicer sets a status, and CANCELLED if the client leaves
+    after the last message; the servicer and `RequestMeter` log the outcomes. Serve logs the end of a
+    generator, whose client left, as an unexpected error.
+    """
+    is_serves_call = f"CALL {APPLICATION} " in record.getMessage()
+    return not is_serves_call and (record.exc_info is None or record.exc_info[0] is not GeneratorExit)
 
 
 def build(

@@ -21,7 +21,7 @@ from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, ProcessStatus
 from orchestrator.access.admission import Admission
-from orchestrator.access.caller import ANONYMOUS, TENANT_SHARE, Caller
+from orchestrator.access.caller import ANONYMOUS, TENANT_SHARE, Caller, name_of
 from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.session import Session
@@ -192,7 +192,7 @@ class Orchestrator:
                 if chunk.finish_reason is not None and opened.request.receipt:
                     chunk = replace(chunk, receipt=await self.receipts.issue(opened, chunk))
                 if caller.tenant or not request.store:
-                    name = caller.public(chunk.session_id) if request.store else ""
+                    name = name_of(chunk.session_id) if request.store else ""
                     chunk = replace(chunk, session_id=name)
                 meter.deliver(chunk)
                 span.deliver(chunk)

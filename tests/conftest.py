@@ -6,6 +6,7 @@ that outlive their test.
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A CI runner or a shell's `&` ignores SIGINT, which programs inherit and which tests of Ctrl-C send to them.
+# With a handler it is ignored here as before, and programs that are started get the default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 # Seeded like all our randomness, and no limit of time: a loaded machine is no counterexample.
 settings.register_profile(

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from gammaray.aio import num_cancellations
-from gammaray.checks import check_api_key, check_timeout
+from gammaray.checks import check_api_key, check_timeout, is_address, is_loopback
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -43,7 +43,7 @@ CHANNEL_OPTIONS = (
 _PASSING = (UnavailableError, CancelledError, DeadlineExceededError)
 _SCHEME = re.compile(r"(?P<scheme>https|grpcs|grpc)://(?P<place>[^/?#@\s]+)/?")
 _ADDRESS = re.compile(r"(?!(?:https?|grpcs?)://)(?:\S*[/\[\]])?[^\s/\[\]]+\]?:(?P<port>[0-9]{1,5})|unix:\S+")
-_ALLOWED = "host:port, or https://host:port for TLS"
+_ALLOWED = "host:port, with an IPv6 host in brackets, or https://host:port for TLS"
 _TLS_PORT = 443
 
 
@@ -207,9 +207,12 @@ class Transport:
         return getattr(self._stub, method)
 
     def _dial(self) -> grpc.aio.Channel:
+        # A proxy of the environment cannot reach servers of this machine.
+        is_own = self.address.startswith("unix:") or is_loopback(self.address.rpartition(":")[0])
+        options = (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(not is_own)))
         if self._credentials is None:
-            return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(self.address, self._credentials, CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(self.address, options)
+        return grpc.aio.secure_channel(self.address, self._credentials, options)
 
 
 async def _only(call: Any) -> AsyncIterator[Any]:
@@ -224,7 +227,7 @@ def _parsed(address: str) -> tuple[str, bool | None]:
         if needs_tls and not re.search(r":[0-9]+$", target):
             target = f"{target}:{_TLS_PORT}"
     match = _ADDRESS.fullmatch(target)
-    if match is None:
+    if match is None or is_address(target):  # one of IPv6 whose last group may be meant as port
         raise InvalidArgumentError("address", address, _ALLOWED)
     if match["port"] is not None and not 1 <= int(match["port"]) <= 65535:
         raise InvalidArgumentError("address", address, f"{_ALLOWED}, with a port from 1 to 65535")

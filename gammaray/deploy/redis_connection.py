@@ -20,6 +20,7 @@ one, for which the name is resolved, or Sentinel queried, again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -51,10 +52,18 @@ from redis.exceptions import (
     TryAgainError,
 )
 
+from gammaray.checks import join_address
 from gammaray.errors import InvalidArgumentError, UnavailableError
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
+OLDEST_VERSION, SUPPORTED_SERVERS = (6, 2), "Redis 6.2 or newer, or Valkey 7.2 or newer"
+"""Valkey gives the version of Redis that it is compatible with, too: 7.2.4."""
+
+_CLOSED = "; the handler is closed"
+"""End of uvloop's RuntimeError for a write to an idle connection that was reset."""
 ALLOWED_URLS = (
     "redis://host:port/db, rediss://..., unix://path, redis+sentinel://host:port,host2:port2/service/db or "
     "rediss+sentinel://..."
@@ -146,7 +155,9 @@ class RetryingRedis(Redis):
                 return await call()
             except AuthenticationError as error:
                 raise UnavailableError(f"Redis refuses the password: {error}") from error
-            except RuntimeError as error:  # of uvloop, for a write to an idle connection that was reset
+            except RuntimeError as error:
+                if not str(error).endswith(_CLOSED):
+                    raise
                 raise ConnectionError(f"the connection was reset: {error}") from error
             except RedisError as error:
                 if isinstance(error, ConnectionError) and isinstance(error.__cause__, asyncio.TimeoutError):
@@ -201,14 +212,39 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
     return redis
 
 
+async def check_server(redis: Redis, redis_url: str) -> None:
+    """Check that a server that answers is one that gammaray works with.
+
+    Raises:
+        InvalidArgumentError: It is a node of a Redis Cluster, or too old.
+    """
+    shown = without_password(redis_url)
+    try:
+        info = await redis.info()
+    except (RedisError, UnavailableError, OSError) as error:  # an ACL may forbid INFO, or the server lacks it
+        _log.warning("failed to check the version and kind of %s: %s", shown, error)
+        return
+    version = str(info.get("redis_version", ""))
+    if (numbers := tuple(map(int, re.findall(r"\d+", version)))) and numbers < OLDEST_VERSION:
+        raise InvalidArgumentError("redis_url", f"{shown}, Redis {version}", SUPPORTED_SERVERS)
+    if int(info.get("cluster_enabled", 0)):
+        raise InvalidArgumentError(
+            "redis_url",
+            f"{shown}, a node of a Redis Cluster",
+            "a server without cluster mode, with or without replicas: sessions and indexes need one node",
+        )
+
+
 def address_of(redis: Redis) -> str:
     """Return the host:port or path of the server that a client of `connect` uses, as far as known."""
     pool = redis.connection_pool
     if isinstance(pool, _SentinelPool):
         host, port = pool.master_address or (f"sentinel {pool.service_name}", "")
-        return f"{host}:{port}" if port else str(host)
+        return join_address(host, port) if port else str(host)
     where = pool.connection_kwargs
-    return str(where["path"]) if "path" in where else f"{where.get('host', '')}:{where.get('port', 6379)}"
+    if "path" in where:
+        return str(where["path"])
+    return join_address(where.get("host", ""), where.get("port", 6379))
 
 
 def _sentinel_pool(parts: SplitResult, options: dict[str, Any]) -> _SentinelPool:

@@ -174,7 +174,6 @@ class OrchestratorArguments(_Arguments):
 def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
     """Return what a cluster's settings determine per role; the rest is left to environment and defaults."""
     worker: dict[str, Any] = {"engine": cluster.engine, "device": cluster.device, "dtype": cluster.dtype}
-    draft = {"model": cluster.draft, "draft_weights": cluster.draft_weights, **worker, **_mapped(cluster)}
     learning = {"learn": str(Path(cluster.learn).absolute())} if cluster.learn else {}
     return {
         "target": {
@@ -186,7 +185,12 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             **({"draft_weights": cluster.draft_weights, **learning} if cluster.head else {}),
             **worker,
         },
-        "draft": draft | ({} if cluster.head else learning),
+        "draft": {
+            "model": cluster.draft,
+            "draft_weights": cluster.draft_weights,
+            **worker,
+            **_mapped(cluster),
+        },
         "orchestrator": {"model": cluster.target},
     }
 

@@ -79,6 +79,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 def dial(address: str, files: TlsFiles | None, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
     """Return a channel to a worker, in plain text without `files`."""
+    options = (*options, ("grpc.enable_http_proxy", 0))  # a proxy leads out of the cluster's network
     if files is None:
         return grpc.aio.insecure_channel(address, options=options)
     ca, cert, key = files.read()

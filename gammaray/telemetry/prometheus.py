@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
 from gammaray import __version__
+from gammaray.checks import is_wildcard, join_address
 from gammaray.errors import InvalidArgumentError
 from gammaray.telemetry.catalog import Kind
 from gammaray.telemetry.meter import Histogram, Meter
@@ -21,7 +22,16 @@ if TYPE_CHECKING:
 
 _FORM = re.compile(r"(?P<host>.+):(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 _ALLOWED = "host:port or host:first-last, or nothing"
-_WILDCARDS = ("0.0.0.0", "::", "[::]")
+
+
+def metrics_address(listen: str) -> tuple[str, range]:
+    """Return the host of the setting `metrics_listen` and its ports, of which the first free one is used."""
+    match = _FORM.fullmatch(listen)
+    first = int(match["first"]) if match else 0
+    last = int(match["last"] or first) if match else 0
+    if match is None or not 0 <= first <= last <= 65535:
+        raise InvalidArgumentError("metrics_listen", listen, _ALLOWED)
+    return match["host"].strip("[]"), range(first, last + 1)
 
 
 class MetricsServer:
@@ -37,21 +47,17 @@ class MetricsServer:
     def __init__(self, meter: Meter, listen: str) -> None:
         from prometheus_client import start_http_server
 
-        match = _FORM.fullmatch(listen)
-        first = int(match["first"]) if match else 0
-        last = int(match["last"] or first) if match else 0
-        if match is None or not 0 <= first <= last <= 65535:
-            raise InvalidArgumentError("metrics_listen", listen, _ALLOWED)
+        host, ports = metrics_address(listen)
         self._server: WSGIServer
         self._thread: threading.Thread
-        for port in range(first, last + 1):
+        for port in ports:
             try:
-                self._server, self._thread = start_http_server(port, match["host"], registry(meter))
+                self._server, self._thread = start_http_server(port, host, registry(meter))
                 break
             except OSError as error:
-                if port == last:
+                if port == ports[-1]:
                     raise InvalidArgumentError("metrics_listen", listen, f"a free port ({error})") from error
-        self.address = f"{_reachable(match['host'])}:{self._server.server_port}"
+        self.address = join_address(_reachable(host), self._server.server_port)
 
     def stop(self) -> None:
         """Stop serving; waits for at most one second."""
@@ -137,10 +143,11 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
 
 def _reachable(host: str) -> str:
     """Return the host at which other machines reach a server that listens on `host`."""
-    if host not in _WILDCARDS:
+    if not is_wildcard(host):
         return host
     name = socket.gethostname()
     try:
-        return socket.gethostbyname(name)
+        family = socket.AF_UNSPEC if ":" in host else socket.AF_INET
+        return str(socket.getaddrinfo(name, None, family)[0][4][0])
     except OSError:
         return name

@@ -68,12 +68,13 @@ class Caller:
         check_session_id(session_id)
         return self.prefix + session_id
 
-    def public(self, qualified: str) -> str:
-        """Return the caller's name of a session."""
-        return qualified.removeprefix(self.prefix)
-
 
 ANONYMOUS = Caller()
+
+
+def name_of(qualified: str) -> str:
+    """Return the name by which its owner knows a session or response."""
+    return qualified.rpartition(_SEPARATOR)[2]
 
 
 def tenant_of(session_id: str) -> str:

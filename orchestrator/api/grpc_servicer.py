@@ -24,6 +24,7 @@ from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 
 _logger = logging.getLogger(__name__)
+_access_log = logging.getLogger("ray.serve")  # Ray writes this logger to a replica's log
 
 RpcContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """The context of a call; that of Ray Serve has the methods that are used here, too."""
@@ -126,6 +127,7 @@ def fail(context: RpcContext, error: Exception) -> None:
         _logger.error("unexpected error in a call", exc_info=error)
         error = InternalError(f"internal error ({type(error).__name__})")
     status = error_to_status(error)
+    _access_log.info("CALL failed: %s", error.status.name, extra={"serve_access_log": True})
     context.set_code(error.status)
     context.set_details(status.message)
     context.set_trailing_metadata([(DETAILS_KEY, status.SerializeToString())])

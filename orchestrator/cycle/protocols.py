@@ -6,16 +6,18 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from gammaray.blocks import Shape, TokenLogprobs, Verdict
-from gammaray.types import Proposal, TokenOrigin
+from gammaray.types import TokenOrigin
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Cycle
+from orchestrator.cycle.types import Cycle, Draft
 
 
 class Drafter(Protocol):
     """Proposes tokens for one session; it affects speed, never the output."""
 
-    async def propose(self, session: Session, shape: Shape) -> Proposal:
+    async def propose(self, session: Session, shape: Shape) -> Draft:
         """Return tokens that may follow the committed ones, a chain or a tree within `shape`.
+
+        A head drafts in the target worker: it returns `DraftHere` instead of tokens.
 
         Raises:
             GammarayError: There is no proposal; the cycle continues without one.
@@ -23,16 +25,13 @@ class Drafter(Protocol):
 
 
 class Verifier(Protocol):
-    """Verifies proposals for one session."""
+    """Verifies drafts for one session."""
 
-    async def verify(self, session: Session, proposal: Proposal, drafts: Shape | None = None) -> Verdict:
-        """Return the target's verdict on a proposal, which may be empty.
-
-        Args:
-            drafts: The shape within which the target's head drafts before; the proposal is then empty.
+    async def verify(self, session: Session, draft: Draft) -> Verdict:
+        """Return the target's verdict on a proposal, which may be empty, or on what its own head drafts.
 
         Raises:
-            InvalidArgumentError: The target refuses the proposal.
+            InvalidArgumentError: The target refuses the draft.
             GammarayError: No verdict; the request fails.
         """
 

@@ -15,11 +15,9 @@ from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
 from gammaray.types import DrafterKind, Proposal, TokenOrigin
 from orchestrator.cycle.protocols import Drafter, GammaController, Verifier
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Cycle, levels_of
+from orchestrator.cycle.types import EMPTY, Cycle, Draft, DraftHere, levels_of
 
 _log = logging.getLogger(__name__)
-
-EMPTY = Proposal()
 
 
 async def run_cycle(
@@ -37,17 +35,17 @@ async def run_cycle(
     shape = controller.next_shape().clipped(session.remaining - 1)  # the target emits one token itself
     shape = shape if session.takes_trees else shape.chain
 
-    proposal, draft_failed = EMPTY, False
-    by_head = shape if shape.depth > 0 and shape.drafter is DrafterKind.HEAD else None
-    if shape.depth > 0 and by_head is None:
+    draft: Draft = EMPTY
+    draft_failed = False
+    if shape.depth > 0:
         try:
-            proposal = _checked(session, await drafter.propose(session, shape), shape)
+            draft = _checked(session, await drafter.propose(session, shape), shape)
         except GammarayError as error:
             _log.debug("session %s continues without a proposal: %s", session.session_id, error)
             draft_failed = True
     proposed = time.perf_counter()
 
-    proposal, verdict = await _verify(session, verifier, proposal, by_head)
+    proposal, verdict = await _verify(session, verifier, draft)
     verified = time.perf_counter()
 
     token_ids, origins = _emitted(session, proposal, verdict)
@@ -83,16 +81,18 @@ async def run_cycle(
     return cycle
 
 
-def _checked(session: Session, proposal: Proposal, shape: Shape) -> Proposal:
-    """Return a proposal as it is verified, without distributions that the session does not need."""
-    within(proposal, shape)
+def _checked(session: Session, draft: Draft, shape: Shape) -> Draft:
+    """Return a draft as it is verified, without distributions that the session does not need."""
+    if isinstance(draft, DraftHere):
+        return draft
+    within(draft, shape)
     if session.needs_draft_distributions:
-        if len(proposal) > 0 and proposal.draft_distributions is None:
+        if len(draft) > 0 and draft.draft_distributions is None:
             raise InternalError(
                 f"the drafter sent no draft distributions, which {session.method.value} verification needs"
             )
-        return proposal
-    return proposal if proposal.draft_distributions is None else replace(proposal, draft_distributions=None)
+        return draft
+    return draft if draft.draft_distributions is None else replace(draft, draft_distributions=None)
 
 
 def within(proposal: Proposal, shape: Shape) -> Proposal:
@@ -108,18 +108,16 @@ def within(proposal: Proposal, shape: Shape) -> Proposal:
     return proposal
 
 
-async def _verify(
-    session: Session, verifier: Verifier, proposal: Proposal, by_head: Shape | None
-) -> tuple[Proposal, Verdict]:
+async def _verify(session: Session, verifier: Verifier, draft: Draft) -> tuple[Proposal, Verdict]:
     """Return the verdict and the verified proposal, which is empty if the target refused the given one."""
-    if by_head is not None:
-        verdict = await verifier.verify(session, EMPTY, by_head)
+    if isinstance(draft, DraftHere):
+        verdict = await verifier.verify(session, draft)
         drafted = replace(verdict.drafted or EMPTY, drafter=DrafterKind.HEAD)
-        return within(drafted, by_head), verdict
+        return within(drafted, draft.shape), verdict
     try:
-        return proposal, await verifier.verify(session, proposal)
+        return draft, await verifier.verify(session, draft)
     except InvalidArgumentError as error:
-        if not proposal:
+        if not draft:
             raise
         _log.warning("session %s: the target refused a proposal: %s", session.session_id, error)
         return EMPTY, await verifier.verify(session, EMPTY)

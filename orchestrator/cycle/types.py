@@ -13,6 +13,23 @@ from gammaray.blocks import Shape, TokenLogprobs, VerifyTiming
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind, FinishReason, Proposal, TokenOrigin
 
+PLAIN = Shape(0)
+EMPTY = Proposal()
+
+Level = tuple[int, int]
+"""Number of children at one tested level, and the index of the accepted one; -1 if none was."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHere:
+    """Asks the target worker to draft with its head, within `shape`, and to verify that in the same call."""
+
+    shape: Shape
+
+
+Draft = Proposal | DraftHere
+"""What a verifier is given: tokens to verify, or the order to draft them itself."""
+
 
 class Call:
     """The blocks sent to one worker in one cycle, and its answers.
@@ -65,10 +82,6 @@ class Call:
         self.error = type(error).__name__
         if not self.is_over:
             self.answered(None)
-
-
-Level = tuple[int, int]
-"""Number of children at one tested level, and the index of the accepted one; -1 if none was."""
 
 
 def levels_of(proposal: Proposal, accepted_path: Sequence[int]) -> tuple[Level, ...]:
@@ -133,9 +146,6 @@ class Candidates:
     matches: Sequence[Match] = ()
     num_forced: int = 0
     is_fallback: bool = False
-
-
-PLAIN = Shape(0)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,16 @@
-"""Drafting by a head in the target worker: nothing is asked for, the block to verify names a shape."""
+"""Drafting by a head in the target worker: the block to verify names a shape instead of tokens."""
 
 from __future__ import annotations
 
 from gammaray.blocks import Shape
-from gammaray.errors import UnavailableError
-from gammaray.types import DrafterKind, Proposal
+from gammaray.types import DrafterKind
 from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import DraftHere
 from orchestrator.workers.drafter import Readiness
 
 
 class TargetHead:
-    """Stands for the head of the session's target worker among the drafters; implements ModelDrafter.
-
-    The head drafts and the target verifies in one call, see `orchestrator.cycle.run`.
-    """
+    """Drafts with the head of the session's target worker, in the call that verifies; a ModelDrafter."""
 
     kind = DrafterKind.HEAD
     address = ""
@@ -24,9 +21,9 @@ class TargetHead:
             return Readiness.ABSENT
         return Readiness.READY if session.num_emitted else Readiness.READING
 
-    async def propose(self, session: Session, shape: Shape) -> Proposal:
-        """Raise UnavailableError: the head proposes in the target worker only."""
-        raise UnavailableError("the head drafts in the target worker")
+    async def propose(self, session: Session, shape: Shape) -> DraftHere:
+        """Return the order to draft within `shape`."""
+        return DraftHere(shape)
 
     def prefer(self, session: Session, address: str) -> None:
         """Do nothing: the target worker is the verifier's choice."""

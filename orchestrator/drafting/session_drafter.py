@@ -13,7 +13,7 @@ from gammaray.types import DrafterKind, Proposal
 from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Candidates, Cycle, Match
+from orchestrator.cycle.types import Candidates, Cycle, Draft, DraftHere, Match
 from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.matches import TextDrafter, to_proposal
 from orchestrator.workers.drafter import Readiness
@@ -33,8 +33,8 @@ class ModelDrafter(Protocol):
     def prepare(self, session: Session) -> Readiness:
         """Start what a proposal needs, and return whether there can be one now."""
 
-    async def propose(self, session: Session, shape: Shape) -> Proposal:
-        """Return a proposal within `shape`; GammarayError if there is none."""
+    async def propose(self, session: Session, shape: Shape) -> Draft:
+        """Return a draft within `shape`; GammarayError if there is none."""
 
     def prefer(self, session: Session, address: str) -> None:
         """Use the process at an address if it is usable: it may hold the session's cache."""
@@ -108,16 +108,18 @@ class SessionDrafter:
         found = (match for match in self.matches(session) if match.kind is DrafterKind.GRAMMAR)
         return max((len(match.token_ids) for match in found), default=0)
 
-    async def propose(self, session: Session, shape: Shape) -> Proposal:
-        """Return the proposal of the drafter that `shape` names, empty if it has none.
+    async def propose(self, session: Session, shape: Shape) -> Draft:
+        """Return the draft of the drafter that `shape` names, empty if it has none.
 
         The choice depends on past cycles, failures and committed tokens, never on the noise of a future
         token, so all verification methods stay exact.
         """
         if self._remote is not None and shape.drafter.is_model:
             try:
-                proposal = await self._remote.propose(session, shape)
-                return proposal if self._grammar is None else self._grammar.cut(session, proposal)
+                draft = await self._remote.propose(session, shape)
+                if self._grammar is None or isinstance(draft, DraftHere):
+                    return draft
+                return self._grammar.cut(session, draft)
             except GammarayError as error:
                 _log.debug("session %s continues without its draft model: %s", session.session_id, error)
             match = max(self.matches(session), key=lambda match: match.length, default=None)

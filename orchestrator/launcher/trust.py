@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gammaray.checks import is_address, is_loopback
+from gammaray.checks import is_address, is_loopback, is_wildcard
 from gammaray.config import ClusterSettings
 from gammaray.errors import InvalidArgumentError
 from gammaray.receipts.keys import read_receipt_keys
@@ -82,7 +81,4 @@ def _own_names(settings: ClusterSettings) -> str:
 
 def reachable(host: str) -> str:
     """Return the address at which this machine reaches a server bound to `host`."""
-    try:
-        return "127.0.0.1" if ipaddress.ip_address(host.strip("[]")).is_unspecified else host
-    except ValueError:
-        return host
+    return "127.0.0.1" if is_wildcard(host) else host

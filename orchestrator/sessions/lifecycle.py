@@ -22,7 +22,7 @@ from gammaray.errors import (
 from gammaray.types import Chunk, FinishReason, GenerationRequest, check_prompt_logprobs
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import request_from_proto, request_to_proto
-from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.access.caller import ANONYMOUS, Caller, name_of
 from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.session import Session
 from orchestrator.sessions.progress import ChunkBuilder
@@ -222,7 +222,7 @@ class OpenSession:
             await asyncio.sleep(0)
         if session.num_emitted != len(tokens):
             raise InternalError(
-                f"session {session.session_id}: {len(tokens)} tokens are stored, some after the end"
+                f"session {name_of(session.session_id)}: {len(tokens)} tokens are stored, some after the end"
             )
         session.finish_reason = self.ended
         if self.ended and self.offset == len(tokens):

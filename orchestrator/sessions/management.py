@@ -14,7 +14,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.types import EmittedToken
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.sessions import SessionInfo
-from orchestrator.access.caller import Caller
+from orchestrator.access.caller import Caller, name_of
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.sessions.progress import emitted_token
 from orchestrator.storage.session_store import RedisStore
@@ -51,7 +51,7 @@ class SessionCalls:
             piece = stored.tokens[start : start + REPLAY_TOKENS]
             tokens.extend(emitted_token(token, self._tokenizer) for token in piece)
             await asyncio.sleep(0)
-        return _info(stored, caller), tuple(tokens)
+        return _info(stored), tuple(tokens)
 
     async def trace(self, session_id: str, caller: Caller) -> pb.GetSessionTraceResponse:
         """Return the records of a session's cycles, oldest first."""
@@ -65,13 +65,13 @@ class SessionCalls:
         """Return up to `limit`, in [0, 1000], of the caller's sessions, latest first; 0 means 100."""
         check_int("limit", limit, 0, MAX_LISTED)
         found = await self._store.recent(caller.tenant, limit or DEFAULT_LISTED)
-        return [_info(summary, caller) for summary in found]
+        return [_info(summary) for summary in found]
 
     async def cancel(self, session_id: str, caller: Caller) -> SessionInfo:
         """Cancel the session's current turn unless it has ended; return the session's new state."""
         name = _qualified(session_id, caller)
         self._release(name, await self._store.cancel(name))
-        return _info(await self._store.summary(name), caller)
+        return _info(await self._store.summary(name))
 
     async def delete(self, session_id: str, caller: Caller) -> bool:
         """Delete a session, on the workers too; return whether it existed."""
@@ -87,7 +87,7 @@ def _qualified(session_id: str, caller: Caller) -> str:
     return caller.qualify(session_id)
 
 
-def _info(stored: SessionInfo, caller: Caller) -> SessionInfo:
+def _info(stored: SessionInfo) -> SessionInfo:
     """Return a session under the caller's name, without what else the store has of it."""
     known = {field.name: getattr(stored, field.name) for field in fields(SessionInfo)}
-    return SessionInfo(**known | {"session_id": caller.public(stored.session_id)})
+    return SessionInfo(**known | {"session_id": name_of(stored.session_id)})

@@ -24,13 +24,12 @@ from gammaray.deploy.redis_connection import (
     PASSING,
     RefusedError,
     RetryingRedis,
+    check_server,
     reply_code,
     without_password,
 )
 from gammaray.errors import (
-    GammarayError,
     InternalError,
-    InvalidArgumentError,
     ResourceExhaustedError,
     UnavailableError,
 )
@@ -88,12 +87,12 @@ async def answer(call: Awaitable[T]) -> T:
 
 
 async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
-    """Wait until Redis answers, and check that it is not a Redis Cluster; a timeout of 0 tries once.
+    """Wait until Redis answers, and check which server it is; a timeout of 0 tries once.
 
     Error messages omit the password of the URL.
 
     Raises:
-        InvalidArgumentError: The URL is not a Redis URL, or is that of a Redis Cluster node.
+        InvalidArgumentError: The URL is not a Redis URL, or the server is not a supported one.
         UnavailableError: Redis does not answer in time, or the password is wrong.
     """
     began, shown, is_waiting = time.monotonic(), without_password(redis_url), False
@@ -114,23 +113,9 @@ async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
             await asyncio.sleep(min(WAIT_PERIOD_S, max(0.0, began + timeout_s - time.monotonic())))
         if is_waiting:
             _log.warning("%s responded after %.1f s", shown, time.monotonic() - began)
-        await _check_kind(redis, shown)
+        await check_server(redis, redis_url)
     finally:
         await redis.aclose()
-
-
-async def _check_kind(redis: Redis, shown: str) -> None:
-    try:
-        info = await answer(redis.info("cluster"))
-    except GammarayError as error:  # an ACL may forbid INFO, or the server may lack it
-        _log.warning("failed to check whether %s is a Redis Cluster: %s", shown, error)
-        return
-    if int(info.get("cluster_enabled", 0)):
-        raise InvalidArgumentError(
-            "redis_url",
-            f"{shown}, a node of a Redis Cluster",
-            "a server without cluster mode, with or without replicas: sessions and indexes need one node",
-        )
 
 
 def check_redis(redis_url: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from gammaray.aio import BackgroundTasks
 from gammaray.errors import NotFoundError
+from orchestrator.access.caller import name_of
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import Redis, answer
 from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds
@@ -143,7 +144,7 @@ class ResponseStore:
             self._redis.hmget(self._keys.response(name)[0], ["input", "response"])
         )
         if found[0] is None or found[1] is None:
-            raise NotFoundError(f"no response {name}", "response")
+            raise NotFoundError(f"no response {name_of(name)}", "response")
         return StoredResponse(*found)
 
     async def delete(self, name: str) -> bool:

@@ -24,6 +24,7 @@ from gammaray.errors import (
 )
 from gammaray.types import FinishReason, TokenOrigin
 from gammaray.wire.sessions import SessionInfo, SessionState
+from orchestrator.access.caller import name_of
 from orchestrator.cycle.session import Session
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import BatchedScript, answer
@@ -223,7 +224,7 @@ class RedisStore:
         args = [uuid.uuid4().hex, *await self._bounds.of(name), packed, room_of(session), *fields_of(session)]
         epoch = await self._admitted(self._create, name, keys, [*self._common(name, digest), *args])
         if epoch == 0:
-            raise FailedPreconditionError(f"session {name} already exists")
+            raise FailedPreconditionError(f"session {name_of(name)} already exists")
         session.epoch, session.digest = epoch, digest
 
     async def next_turn(self, session: Session, request: bytes, before: StoredSession) -> None:
@@ -246,7 +247,7 @@ class RedisStore:
         args += [before.epoch, before.digest, *fields_of(session)]
         epoch = await self._admitted(self._next_turn, name, keys, [*self._common(name, digest), *args])
         if epoch == 0:
-            raise FailedPreconditionError(f"session {name} has continued after turn {before.turn}")
+            raise FailedPreconditionError(f"session {name_of(name)} has continued after turn {before.turn}")
         session.epoch, session.digest = _checked(epoch, name), digest
 
     def append(
@@ -343,10 +344,10 @@ class RedisStore:
             now_ms, pairs, data, ttl_ms = await answer(self._read(keys=self._keys.of(session_id)[:2]))
             fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
             if b"digest" not in fields:  # no session, or one stored by an earlier version
-                raise NotFoundError(f"no session {session_id}", "session")
+                raise NotFoundError(f"no session {name_of(session_id)}", "session")
             if (stored_in := int(fields.get(b"format", 1))) > FORMAT:
                 raise FailedPreconditionError(
-                    f"format of session {session_id}: got {stored_in}, allowed: up to {FORMAT}; "
+                    f"format of session {name_of(session_id)}: got {stored_in}, allowed: up to {FORMAT}; "
                     "upgrade this orchestrator"
                 )
             digest = fields[b"digest"].decode()
@@ -362,13 +363,13 @@ class RedisStore:
             if found.is_whole:
                 return found
             break
-        raise InternalError(f"session {session_id}: Redis lost tokens of it")
+        raise InternalError(f"session {name_of(session_id)}: Redis lost tokens of it")
 
     async def summary(self, session_id: str) -> SessionInfo:
         """Return the summary of a session, whose tokens are not read; NotFoundError if there is none."""
         found = await self._summaries([session_id])
         if not found:
-            raise NotFoundError(f"no session {session_id}", "session")
+            raise NotFoundError(f"no session {name_of(session_id)}", "session")
         return found[0]
 
     async def recent(self, tenant: str, limit: int) -> list[SessionInfo]:
@@ -445,16 +446,17 @@ class RedisStore:
 
 def _checked(result: int, session_id: str, start: int = 0) -> int:
     """Return the result of a script, or raise the error that its code means."""
+    name = name_of(session_id)
     if result == scripts.GONE:
-        raise NotFoundError(f"session {session_id} does not exist, was deleted or has expired", "session")
+        raise NotFoundError(f"session {name} does not exist, was deleted or has expired", "session")
     if result == scripts.OTHER_OWNER:
-        raise FailedPreconditionError(f"session {session_id} now has another owner")
+        raise FailedPreconditionError(f"session {name} now has another owner")
     if result == scripts.WRONG_OFFSET:
-        raise FailedPreconditionError(f"session {session_id} does not end at token {start}")
+        raise FailedPreconditionError(f"session {name} does not end at token {start}")
     if result == scripts.CANCELLED:
-        raise CancelledError(f"session {session_id} was cancelled")
+        raise CancelledError(f"session {name} was cancelled")
     if result == scripts.LOST:
-        raise InternalError(f"session {session_id}: Redis lost tokens of it")
+        raise InternalError(f"session {name}: Redis lost tokens of it")
     return int(result)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from functools import partial
 from types import TracebackType
@@ -14,6 +15,7 @@ from orchestrator.access.admission import Admission
 from orchestrator.cycle.types import Cycle
 from orchestrator.workers.fleet import Fleet
 
+_access_log = logging.getLogger("ray.serve")  # Ray writes this logger to a replica's log
 _PARTS = ("draft", "target_queue", "target_step", "target_wire", "other")
 _GOOD = tuple(reason.value for reason in FinishReason)
 
@@ -146,12 +148,13 @@ class RequestMeter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        shared = self._shared
+        shared, took_s = self._shared, time.perf_counter() - self._arrived
+        outcome = _outcome_of(error) if self._finish is None else self._finish.value
+        shared.outcome(outcome).value += 1
+        _access_log.info("COMPLETION %s %.1fms", outcome, 1000 * took_s, extra={"serve_access_log": True})
         if self._finish is None:
-            shared.outcome(_outcome_of(error)).value += 1
             return
-        shared.outcome(self._finish.value).value += 1
-        shared.request_s.observe(time.perf_counter() - self._arrived)
+        shared.request_s.observe(took_s)
         if self._num_later > 0:
             shared.per_token_s.observe((self._last - self._first) / self._num_later)
 

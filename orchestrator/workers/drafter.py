@@ -65,7 +65,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         self._timeout_s, self._prefill_timeout_s = timeout_s, prefill_timeout_s
         self._vocab_size = vocab_size
         self._prepared = ProposalCache(vocab_size)
-        self._shape = Shape(0)
         self._pauses: dict[str, Backoff] = {}
         self._prefill: asyncio.Task[object] | None = None
 
@@ -95,14 +94,17 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         prepared = self._take_prepared(session, link, shape)
         if prepared is not None:
             return prepared
-        if not self._expect(session, link, shape):
+        asked = self._expect(session, link, shape)
+        if asked.depth <= 0:
             return Proposal()
         link.backoff.trying(self._timeout_s)
         start = time.monotonic()
         try:
-            result = await self._ask(session, link, link.timeout.wait_s(self._timeout_s))
+            result = await self._ask(
+                session, link, link.timeout.wait_s(self._timeout_s), partial(_block, asked)
+            )
             # The cycle checks this too, but without a failure on record the same worker would be used again.
-            proposal = within(proposal_from_proto(result.proposal, self._vocab_size), self._shape)
+            proposal = within(proposal_from_proto(result.proposal, self._vocab_size), asked)
         except GammarayError as error:
             self._note_failure(session, link, error, time.monotonic() - start)
             raise
@@ -126,8 +128,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             raise
         if proposal is None:
             return None
-        self._shape = shape
-        block = self._block(session)
+        block = _block(shape)
         block.is_notice = True
         self._fill(session, block)
         self._num_known = self._base_position
@@ -161,24 +162,24 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
     async def _read(self, session: Session, link: _DraftLink) -> None:
         """Prefill the committed tokens on the worker; its time says nothing about that of a proposal."""
-        if not self._expect(session, link, Shape(1)):
+        asked = self._expect(session, link, Shape(1))
+        if asked.depth <= 0:
             return
         start = time.monotonic()
         try:
-            await self._ask(session, link, self._prefill_timeout_s)
+            await self._ask(session, link, self._prefill_timeout_s, partial(_block, asked))
         except GammarayError as error:
             self._note_failure(session, link, error, time.monotonic() - start)
         else:
             self._num_known = self._base_position
 
-    def _expect(self, session: Session, link: _DraftLink, shape: Shape) -> bool:
-        """Prepare a request within `shape` and the draft model's context; return whether there is room."""
+    def _expect(self, session: Session, link: _DraftLink, shape: Shape) -> Shape:
+        """Prepare a request and return its shape, within the draft model's context; depth 0: no room."""
         max_context = link.info.max_context if link.info is not None else 0
-        self._shape = shape.clipped(max_context - session.num_committed)
-        if self._shape.depth <= 0:
-            return False
-        self._prepared.expect(session.epoch, session.num_committed)
-        return True
+        asked = shape.clipped(max_context - session.num_committed)
+        if asked.depth > 0:
+            self._prepared.expect(session.epoch, session.num_committed)
+        return asked
 
     def _note_failure(self, session: Session, link: _DraftLink, error: GammarayError, lost_s: float) -> None:
         if not link.is_up:
@@ -191,7 +192,8 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         else:
             self._pauses.setdefault(link.address, Backoff()).failed(lost_s)
 
-    def _block(self, session: Session) -> draft_pb.ProposeBlock:
-        block = shape_to_proto(self._shape)
-        block.wants_ahead = True
-        return block
+
+def _block(shape: Shape) -> draft_pb.ProposeBlock:
+    block = shape_to_proto(shape)
+    block.wants_ahead = True
+    return block

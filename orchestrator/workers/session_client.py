@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Generic
 
 import grpc
@@ -30,7 +30,7 @@ MAX_MESSAGE = 500
 _FAILURES = frozenset(code.value[0] for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 
 
-class WorkerSession(ABC, Generic[BlockT, ResultT]):
+class WorkerSession(Generic[BlockT, ResultT]):
     """One session on the workers of one role.
 
     Tracks how many committed tokens the attached worker holds; a block carries only the others.
@@ -81,14 +81,22 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
             self._link = None
 
     async def _ask(
-        self, session: Session, link: WorkerConnection[BlockT, ResultT], timeout_s: float
+        self,
+        session: Session,
+        link: WorkerConnection[BlockT, ResultT],
+        timeout_s: float,
+        make_block: Callable[[], BlockT],
     ) -> ResultT:
-        """Send the cycle's block, again with more context while the worker reports missing tokens."""
+        """Send the cycle's block, again with more context while the worker reports missing tokens.
+
+        Args:
+            make_block: Returns a block with the fields specific to one of the two services.
+        """
         deadline = time.monotonic() + session.left_s(timeout_s)
         call = None if session.calls is None else session.calls(link.role, link.address)
         try:
             for _ in range(MAX_FEEDS):
-                block = self._block(session)
+                block = make_block()
                 left_s = max(deadline - time.monotonic(), 0.001)
                 block.timeout_ms = max(1, round(left_s * 1e3))
                 self._fill(session, block)
@@ -123,10 +131,6 @@ class WorkerSession(ABC, Generic[BlockT, ResultT]):
         block.context.token_ids.extend(session.token_ids[self._num_known :])
         if self._num_known == 0:
             block.spec.CopyFrom(self._spec)
-
-    @abstractmethod
-    def _block(self, session: Session) -> BlockT:
-        """Return a block with the fields specific to one of the two services."""
 
 
 def _failure(link: WorkerConnection[BlockT, ResultT], error: pb.BlockError) -> GammarayError:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gammaray.blocks import Shape, Verdict
+from gammaray.blocks import Verdict
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -24,12 +24,14 @@ from gammaray.errors import (
     UnavailableError,
 )
 from gammaray.grammar.matcher import grammar_identity
-from gammaray.types import PromptLogprobs, Proposal
+from gammaray.types import PromptLogprobs
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import prompt_logprobs_from_proto, proposal_to_proto, verdict_from_proto
+from orchestrator.access.caller import name_of
 from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
+from orchestrator.cycle.types import EMPTY, PLAIN, Draft, DraftHere
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
@@ -37,6 +39,17 @@ from orchestrator.workers.session_client import WorkerSession
 
 TRIES = 5
 """Attempts per cycle that may be answered with CANCELLED before the session fails."""
+
+VERIFY_TIMEOUT_S, PREFILL_TOKEN_S = 60.0, 0.02
+"""Seconds until a verification times out, and what each token that its worker has to read adds.
+
+Prompts are read at 50 tokens/s or faster. Pings and a worker's own watch find lost and stuck ones earlier."""
+
+RETRY_PAUSE_S = 0.05
+"""Seconds before further attempts when target workers fail at once; the first other one is tried without."""
+
+TargetLink = WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult]
+TargetPool = WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult]
 
 
 class FencedVerifier:
@@ -53,7 +66,7 @@ class FencedVerifier:
     def __init__(self, verifier: Verifier, renew: Callable[[Session], Awaitable[None]]) -> None:
         self._verifier, self._renew = verifier, renew
 
-    async def verify(self, session: Session, proposal: Proposal, drafts: Shape | None = None) -> Verdict:
+    async def verify(self, session: Session, draft: Draft) -> Verdict:
         """Return the target's verdict.
 
         Raises:
@@ -64,17 +77,14 @@ class FencedVerifier:
         """
         for _ in range(TRIES):
             try:
-                return await self._verifier.verify(session, proposal, drafts)
+                return await self._verifier.verify(session, draft)
             except CancelledError as error:
                 dropped = error
             await self._renew(session)
         raise UnavailableError(
-            f"session {session.session_id}: workers dropped it {TRIES} times in one cycle, last: {dropped}"
+            f"session {name_of(session.session_id)}: workers dropped it {TRIES} times in one cycle, "
+            f"last: {dropped}"
         )
-
-
-TargetLink = WorkerConnection[target_pb.VerifyBlock, target_pb.VerifyResult]
-TargetPool = WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult]
 
 
 def info_of(link: WorkerConnection[Any, Any]) -> target_pb.GetTargetInfoResponse:
@@ -162,15 +172,6 @@ def no_worker_error(
     return ModelChangedError(session_id, identity, sorted(others))
 
 
-VERIFY_TIMEOUT_S, PREFILL_TOKEN_S = 60.0, 0.02
-"""Seconds until a verification times out, and what each token that its worker has to read adds.
-
-Prompts are read at 50 tokens/s or faster. Pings and a worker's own watch find lost and stuck ones earlier."""
-
-RETRY_PAUSE_S = 0.05
-"""Seconds before further attempts when target workers fail at once; the first other one is tried without."""
-
-
 class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult]):
     """Verifies through a target worker, with failover to another one; implements the cycle's Verifier.
 
@@ -187,8 +188,6 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     ) -> None:
         super().__init__(pool, spec)
         self._timeout_s, self._wait_s = timeout_s, wait_s
-        self._proposal, self._drafts = Proposal(), Shape(0)
-        self._path: tuple[int, ...] | None = None
         self._identity = ""
         self._grammars = grammar_identity() if spec.sampling.grammar else ""
 
@@ -198,7 +197,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         if link is not None and self._suits(session)(link):
             super().prefer(session, address)
 
-    async def verify(self, session: Session, proposal: Proposal, drafts: Shape | None = None) -> Verdict:
+    async def verify(self, session: Session, draft: Draft) -> Verdict:
         """Return the target's verdict.
 
         Raises:
@@ -215,11 +214,12 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             # The worker compares it, too: it may have been replaced by another process at the same address.
             self._identity = session.model_identity or identity_of(link, session.adapter)
             session.has_head, session.takes_trees = has_head(link), takes_trees(link)
-            self._take(proposal, drafts or Shape(0), is_chain=not session.takes_trees)
+            sent, path = _sent(draft, takes_trees=session.takes_trees)
             start = time.monotonic()
             try:
                 num_unread = session.num_committed - self._num_known
-                result = await self._ask(session, link, self._timeout_s + num_unread * PREFILL_TOKEN_S)
+                timeout_s = self._timeout_s + num_unread * PREFILL_TOKEN_S
+                result = await self._ask(session, link, timeout_s, partial(_block, session, sent))
             except (UnavailableError, DeadlineExceededError) as error:
                 session.left_s(0)  # raises past the caller's deadline: failover would not help
                 self._leave(session, link, error, time.monotonic() - start)
@@ -232,7 +232,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             link.backoff.succeeded()
             # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
-            verdict = self._verdict(session, link, result)
+            verdict = _verdict(session, link, result, sent, path)
             session.model_identity = self._identity
             if session.lacks_prompt_logprobs:
                 prompt = result.verdict.prompt_logprobs
@@ -243,12 +243,6 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             if session.num_emitted == 0:
                 session.num_cached = min(result.timing.cached_tokens, len(session.prompt))
             return verdict
-
-    def _take(self, proposal: Proposal, drafts: Shape, *, is_chain: bool) -> None:
-        """Take what is to be verified; of a tree only one path where the worker takes chains only."""
-        self._path = proposal.first_path() if is_chain and proposal.parents is not None else None
-        self._proposal = proposal if self._path is None else proposal.path(self._path)
-        self._drafts = drafts.chain if is_chain else drafts
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:
         """Return the worker in use if it is usable, else another one of the session's model."""
@@ -270,29 +264,6 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         if block.HasField("spec"):
             block.spec.model_identity = self._identity
 
-    def _verdict(
-        self,
-        session: Session,
-        link: TargetLink,
-        result: target_pb.VerifyResult,
-    ) -> Verdict:
-        """Return the verdict of a result after validating it."""
-        vocab_size = link.info.vocab_size if link.info is not None else 0
-        try:
-            verdict = verdict_from_proto(
-                result, vocab_size, has_logprobs=session.num_top_logprobs is not None
-            )
-        except InternalError as error:
-            raise InternalError(f"target worker at {link.address}: {error}") from None
-        proposal = self._proposal if verdict.drafted is None else verdict.drafted
-        if verdict.num_tested > len(proposal):
-            raise InternalError(f"the target worker at {link.address} sent an invalid verdict")
-        if self._path is None or verdict.drafted is not None:
-            return verdict
-        if any(node >= len(self._path) for node in verdict.accepted_path):
-            raise InternalError(f"the target worker at {link.address} sent an invalid verdict")
-        return replace(verdict, accepted_path=tuple(self._path[node] for node in verdict.accepted_path))
-
     def _leave(
         self,
         session: Session,
@@ -311,14 +282,54 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             if self._pool.pick(self._suits(session)) is None:
                 raise error
 
-    def _block(self, session: Session) -> target_pb.VerifyBlock:
-        head = target_pb.HeadDraft(gamma=self._drafts.depth, max_nodes=self._drafts.max_nodes)
-        return target_pb.VerifyBlock(
-            head=head if session.uses_head else None,
-            proposal=proposal_to_proto(self._proposal),
-            num_top_logprobs=session.num_top_logprobs,
-            num_prompt_logprobs=session.num_prompt_logprobs if session.lacks_prompt_logprobs else None,
-        )
+
+def _sent(draft: Draft, *, takes_trees: bool) -> tuple[Draft, tuple[int, ...] | None]:
+    """Return what a worker is sent of a draft, and the indexes of the sent nodes; None: all of them.
+
+    A worker that takes chains only gets the first path of a tree.
+    """
+    if takes_trees:
+        return draft, None
+    if isinstance(draft, DraftHere):
+        return DraftHere(draft.shape.chain), None
+    if draft.parents is None:
+        return draft, None
+    path = draft.first_path()
+    return draft.path(path), path
+
+
+def _block(session: Session, draft: Draft) -> target_pb.VerifyBlock:
+    shape, proposal = (draft.shape, EMPTY) if isinstance(draft, DraftHere) else (PLAIN, draft)
+    head = target_pb.HeadDraft(gamma=shape.depth, max_nodes=shape.max_nodes) if session.uses_head else None
+    return target_pb.VerifyBlock(
+        head=head,
+        proposal=proposal_to_proto(proposal),
+        num_top_logprobs=session.num_top_logprobs,
+        num_prompt_logprobs=session.num_prompt_logprobs if session.lacks_prompt_logprobs else None,
+    )
+
+
+def _verdict(
+    session: Session,
+    link: TargetLink,
+    result: target_pb.VerifyResult,
+    sent: Draft,
+    path: tuple[int, ...] | None,
+) -> Verdict:
+    """Return the verdict of a result, on the nodes of the whole draft, after validating it."""
+    vocab_size = link.info.vocab_size if link.info is not None else 0
+    try:
+        verdict = verdict_from_proto(result, vocab_size, has_logprobs=session.num_top_logprobs is not None)
+    except InternalError as error:
+        raise InternalError(f"target worker at {link.address}: {error}") from None
+    verified = verdict.drafted or EMPTY if isinstance(sent, DraftHere) else sent
+    if verdict.num_tested > len(verified):
+        raise InternalError(f"the target worker at {link.address} sent an invalid verdict")
+    if path is None:
+        return verdict
+    if any(node >= len(path) for node in verdict.accepted_path):
+        raise InternalError(f"the target worker at {link.address} sent an invalid verdict")
+    return replace(verdict, accepted_path=tuple(path[node] for node in verdict.accepted_path))
 
 
 def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verdict) -> PromptLogprobs:

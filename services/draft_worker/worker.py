@@ -10,28 +10,21 @@ from typing import Any, ClassVar
 import grpc
 
 from gammaray.config import DraftSettings
-from gammaray.demo_pair import early_exit_layers, resolve_model
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc
 from gammaray.v1 import draft_service_pb2 as pb
 from gammaray.wire.blocks import proposal_to_proto, shape_from_proto
-from services.draft_worker.loading import load_learning
-from services.draft_worker.scheduler import DraftScheduler
-from services.engine.choice import uses_vllm
-from services.engine.engine import Engine
-from services.engine.loader import load_worker_engine
+from services.engines.choice import choose_for_draft
+from services.engines.interface import Served
 from services.heads.loading import names_head
-from services.process.fingerprints import check_drafter, vocab_sha256
+from services.process.fingerprints import check_drafter
 from services.process.server import guarded
 from services.process.worker import Worker
-from services.scheduling.block_queue import BlockQueue
-from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Prepared, ProposeTask, Reply
-from services.speculation.outcomes import AHEAD_ROWS
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
-from services.vocabulary.translation import Translation, load_translation, target_size
 
 _log = logging.getLogger(__name__)
 
@@ -105,79 +98,20 @@ def _result(reply: Reply) -> pb.ProposeResult:
     return result
 
 
-def drafts_on_vllm(path: str, target: str, settings: DraftSettings) -> bool:
-    """Return whether vLLM serves a drafter: with the engine auto only one that it can."""
-    if not uses_vllm(settings.engine, settings.device):
-        return False
-    if settings.engine == "auto":
-        if settings.learn:
-            return False
-        from services.vllm.loading import check_draft  # vLLM is an extra
-
-        try:
-            check_draft(path, target, settings)
-        except InvalidArgumentError as error:
-            _log.info("%s is not served by vLLM: %s", path, error)
-            return False
-    return True
-
-
 class DraftWorker(Worker[DraftSettings]):
     """Serves gammaray.v1.DraftService."""
 
     role: ClassVar[str] = "draft"
     service_name: ClassVar[str] = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
-    def load_model(self, path: str) -> tuple[Model, BlockQueue[Any, Any]]:
-        name, target, limits = self.settings.model, self._target, self._limits
+    def load_model(self, path: str) -> Served:
+        settings = self.settings
+        target = resolve_model(settings.target, "target") if settings.target else ""
         if names_head(path):
             allowed = "a draft model; a head drafts in target workers: name it with --head (setting head)"
             raise InvalidArgumentError("model", f"{path}, a head", allowed)
         check_drafter(path, target)
-        if drafts_on_vllm(path, target, self.settings):
-            from services.vllm.loading import load_draft  # vLLM is an extra
-
-            return load_draft(path, target, self.settings, limits)
-        engine = load_worker_engine(path, self.settings, draft_for=target)
-        learning = load_learning(path, target, self.settings, engine) if self.settings.learn else None
-        vocab_size, digest, translation = self._vocabulary(path, engine)
-        model = Model(name, vocab_size, engine.max_context, digest, kernel=engine.kernel)
-        grammars = Grammars(target or path, vocab_size)
-        ahead_rows = AHEAD_ROWS if self.settings.draft_ahead else 0
-        return model, DraftScheduler(
-            engine,
-            limits,
-            ahead_rows=ahead_rows,
-            translation=translation,
-            grammars=grammars,
-            learning=learning,
-        )
-
-    @property
-    def _target(self) -> str:
-        """The target's directory or hub name; "" if the settings do not name it."""
-        name = self.settings.target
-        return resolve_model(name, "target") if name else ""
-
-    def _vocabulary(self, path: str, engine: Engine) -> tuple[int, str, Translation | None]:
-        """Return size and fingerprint of the sessions' vocabulary, and the draft model's translation to it.
-
-        It is the target's, if the settings name the target.
-        """
-        target, size = self._target, engine.vocab_size
-        if early_exit_layers(path) is not None:
-            return size, vocab_sha256(target), None
-        digest = vocab_sha256(path)
-        if not target:
-            return size, digest, None
-        target_digest = vocab_sha256(target)
-        if target_digest and digest in ("", target_digest) and target_size(target) in (0, size):
-            return size, target_digest, None
-        if engine.mask_token is not None:
-            allowed = "one of the target's vocabulary, as a parallel draft model's tokens are not mapped"
-            raise InvalidArgumentError("model", path, allowed)
-        translation = load_translation(path, size, target)
-        return translation.target_size, target_digest, translation
+        return choose_for_draft(path, target, settings).load_draft(path, target, settings, self._limits)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         servicer = DraftServicer(streams, model)

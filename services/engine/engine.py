@@ -7,7 +7,7 @@ one thread owns an engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int32
 from dataclasses import replace
 
@@ -67,15 +67,6 @@ class Engine(CacheStore):
         self._draft: DraftFormat | None = None
         self._chain_ids: Tensor | None = None
         self._has_all_tokens = True
-        self._runner_of: Callable[[str], Runner] | None = None
-
-    def serve_versions(self, runner_of: Callable[[str], Runner]) -> None:
-        """From now on compute each session with the runner that a function returns for it.
-
-        The runners are of versions of one model, which differ in their weights only. Truncate a session's
-        cache to 0 before another runner computes it.
-        """
-        self._runner_of = runner_of
 
     def draft_for(self, draft: DraftFormat) -> None:
         """Return the logits of the target's tokens, and accept the mask token; for a drafter."""
@@ -112,20 +103,8 @@ class Engine(CacheStore):
             CacheFullError: The step does not fit the cache budget; nothing was changed.
         """
         self.taps = []
-        if self._runner_of is None:
-            return self._step(feeds, idle_until) if feeds else []
-        places: dict[Runner, list[int]] = {}
-        for place, feed in enumerate(feeds):
-            places.setdefault(self._runner_of(feed.session_id), []).append(place)
-        if len(places) > 1:
-            self._plan(feeds)  # room for all of them, or an error before any is fed
-        found: dict[int, Tensor] = {}
-        for runner, group in places.items():
-            self.runner = runner
-            found |= zip(group, self._step([feeds[place] for place in group], idle_until), strict=True)
-        return [found[place] for place in range(len(feeds))]
-
-    def _step(self, feeds: Sequence[SequenceInput], idle_until: c_int32 | None) -> list[Tensor]:
+        if not feeds:
+            return []
         batch = self._plan(feeds)
         batch.taps = self._new_taps(len(batch.token_ids))
         batch.idle_until = idle_until
@@ -201,8 +180,6 @@ class Engine(CacheStore):
         Raises:
             ValueError, CacheGapError, CacheFullError: As `step`.
         """
-        if self._runner_of is not None:
-            self.runner = self._runner_of(feed.session_id)
         batch = self._plan([feed])
         stop = c_int32() if stop is None else stop
         batch.idle_until = stop if is_idle else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,10 +18,8 @@ from services.engine.core.device import raise_if_lost
 from services.engine.core.drafter import DraftFormat, load_drafter
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.kv_cache import CacheShape
-from services.engine.core.model import LoadedModel, embeddings, load_model
+from services.engine.core.model import LoadedModel, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise_model
-from services.engine.core.shapes import check_token_map, check_weights, input_names
-from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
 from services.engine.engine import Engine
 from services.engine.hf.probe import ModelLayout, probe_model
 from services.engine.hf.runner import TransformersRunner
@@ -136,50 +133,6 @@ def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | Non
     num_bytes = None if given is None else given << 20
     engine.budget_bytes = cache_budget(engine.device, num_bytes, settings.cache_memory_share)
     return engine
-
-
-class DraftVersions:
-    """Builds the runners of further versions of a draft model, which differ from it in their weights only.
-
-    Nothing of transformers is called for a version: it builds models under a default dtype of the whole
-    process, which a thread that computes meanwhile must not see.
-    """
-
-    def __init__(self, path: str, settings: DraftSettings, target: str) -> None:
-        self._settings = settings
-        self._loaded, self._draft = load_drafter(path, target, device=settings.device, dtype=settings.dtype)
-        layout = probe_model(self._loaded)
-        self._layout = replace(layout, vocab_size=min(layout.vocab_size, self._draft.vocab_size))
-
-    @torch.no_grad()
-    def runner(self, directory: str) -> Runner:
-        """Return the runner of a version.
-
-        Raises:
-            UnsupportedModelError: It has other parts or output tokens.
-            InvalidModelError: A weight is damaged, or of another shape or type.
-        """
-        first, settings = self._loaded, self._settings
-        if (folder := checkpoint_folder(directory)) is None:
-            raise UnsupportedModelError(directory, "it has no weights in safetensors")
-        weights = {name: read_tensor(directory, folder, name) for name in tensor_names(folder)}
-        d2t, own = weights.pop("d2t", None), self._draft.target_ids
-        count = None if own is None else len(own)
-        ids = check_token_map(directory, count, first.config.vocab_size, d2t)
-        if own is not None and (ids is None or not torch.equal(ids, own)):
-            raise UnsupportedModelError(directory, "it has other output tokens")
-        embedding = embeddings(first.module)[0].weight
-        module = copy.deepcopy(first.module, {id(embedding): embedding})
-        expected = {name: one for name, one in module.state_dict().items() if name not in input_names(module)}
-        check_weights(directory, expected, weights)
-        module.load_state_dict(weights, strict=False)
-        loaded = replace(first, name=directory, module=module)
-        obstacle = _native_obstacle(loaded, settings.engine)
-        quantised = _quantised(loaded, settings.draft_weights, obstacle)
-        places = zip(first.module.modules(), module.modules(), strict=True)
-        layer_of = self._layout.layer_of
-        layer_of = {id(new): layer_of[id(old)] for old, new in places if id(old) in layer_of}
-        return _choose_runner(loaded, replace(self._layout, layer_of=layer_of), obstacle, quantised)[0]
 
 
 @contextmanager

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
 
+from gammaray.demo_pair import is_missing
 from gammaray.errors import InvalidArgumentError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as the largest rank."""
 
 _CONFIG = "adapter_config.json"
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+_RANK_AXES = {"lora_A": 0, "lora_B": 1, "lora_embedding_A": 0, "lora_embedding_B": 1}
+"""Axis of a tensor that is as long as its module's rank, by the part of its name that says so."""
 
 
 def adapter_error(name: str, directory: str, reason: str) -> InvalidArgumentError:
@@ -25,31 +31,75 @@ def adapter_error(name: str, directory: str, reason: str) -> InvalidArgumentErro
 
 
 def max_rank(directories: Mapping[str, str]) -> int:
-    """Return the setting of vLLM that covers the largest rank of the adapters, whose kind it checks."""
+    """Return the setting of vLLM that covers the largest rank of the adapters.
+
+    Raises:
+        InvalidArgumentError: One does not exist, cannot be read or is of another kind, or its tensors have
+            other ranks than its configuration says, by which the adapter is scaled.
+    """
     largest = 1
     for name, directory in directories.items():
+        if is_missing(directory):
+            raise adapter_error(name, directory, "the directory does not exist")
         try:
             stored = json.loads(_file(directory, _CONFIG).read_text())
             kind, rank = stored["peft_type"], int(stored["r"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            patterns = (stored.get("rank_pattern") or {}).items()
+            ranks = {re.compile(rf"(.*\.)?({end})"): int(value) for end, value in patterns}
+        except (AttributeError, OSError, ValueError, KeyError, TypeError, re.error) as error:
             reason = f"{_CONFIG} cannot be read ({type(error).__name__}: {error})"
             raise adapter_error(name, directory, reason) from error
-        if kind != "LORA" or not 1 <= rank <= RANKS[-1]:
-            raise adapter_error(name, directory, f"its kind is {kind}, its rank {rank}, at most {RANKS[-1]}")
-        largest = max(largest, rank)
+        most = max(rank, *ranks.values()) if ranks else rank
+        if kind != "LORA" or rank < 1 or most > RANKS[-1]:
+            raise adapter_error(name, directory, f"its kind is {kind}, its rank {most}, at most {RANKS[-1]}")
+        for tensor, found, wanted in _found_ranks(name, directory, rank, ranks):
+            if found != wanted:
+                raise adapter_error(name, directory, f"{tensor} has rank {found}, {_CONFIG} says {wanted}")
+        largest = max(largest, most)
     return next(rank for rank in RANKS if rank >= largest)
+
+
+def _found_ranks(
+    name: str, directory: str, rank: int, patterns: Mapping[re.Pattern[str], int]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the tensors of an adapter that have a rank, this rank, and that of its configuration."""
+    for tensor, shape in _shapes(name, directory).items():
+        module, _, kind = tensor.removesuffix(".weight").rpartition(".")
+        if (axis := _RANK_AXES.get(kind)) is not None and len(shape) == 2:
+            # As PEFT does: the first pattern that is the end of the module's name.
+            found = (of for pattern, of in patterns.items() if pattern.fullmatch(module))
+            yield tensor, shape[axis], next(found, rank)
+
+
+def _shapes(name: str, directory: str) -> dict[str, Sequence[int]]:
+    """Return the shape of each tensor of an adapter."""
+    path = _weights(directory)
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "numpy") as file:
+                return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+        import torch  # slow, and rarely needed
+
+        tensors = torch.load(path, "meta", mmap=True, weights_only=True)
+        return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    except Exception as error:  # torch and safetensors raise different ones
+        raise adapter_error(name, directory, f"{path.name} cannot be read: {error}") from error
 
 
 def adapter_sha256(directory: str) -> str:
     """Return the fingerprint of an adapter that has been loaded."""
     digest = hashlib.sha256(_file(directory, _CONFIG).read_bytes())
-    for name in _WEIGHTS:
-        try:
-            digest.update(_file(directory, name).read_bytes())
-            break
-        except FileNotFoundError:
-            continue
+    digest.update(_weights(directory).read_bytes())
     return digest.hexdigest()
+
+
+def _weights(directory: str) -> Path:
+    """Return the file with an adapter's tensors that vLLM reads, the first one if none exists."""
+    paths = []
+    for name in _WEIGHTS:
+        with suppress(FileNotFoundError):
+            paths.append(_file(directory, name))
+    return next((path for path in paths if path.is_file()), Path(directory) / _WEIGHTS[0])
 
 
 def _file(directory: str, name: str) -> Path:

@@ -12,9 +12,15 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from gammaray.cli.settings import parse_settings
-from gammaray.config import WorkerSettings
-from gammaray.deploy.engines import check_engine
+from gammaray.config import WorkerSettings, parse_adapters
+from gammaray.demo_pair import resolve_model
+from gammaray.engines import check_installed
 from gammaray.errors import GammarayError, InvalidArgumentError
+from services.process.adapters import max_rank
+from services.process.server import check_serving
+
+_MODELS = ("model", "target", "head")
+"""Settings that name a model; a directory that does not exist is refused before torch is imported."""
 
 EXIT_BAD_SETTINGS = 2
 EXIT_UNSUPPORTED_MODEL = 3
@@ -40,7 +46,11 @@ def run(
         settings, _ = parse_settings(
             settings_class, f"python -m {prog}", sys.argv[1:] if argv is None else argv
         )
-        check_engine(settings.engine, settings.device)
+        check_installed(settings.engine, settings.device)
+        check_serving(settings)
+        for field in _MODELS:
+            resolve_model(getattr(settings, field, ""), field=field)
+        max_rank(parse_adapters(getattr(settings, "lora", "")))
     except InvalidArgumentError as error:
         print(f"python -m {prog}: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS

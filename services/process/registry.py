@@ -15,7 +15,7 @@ from typing import Any
 
 from gammaray.aio import end_tasks
 from gammaray.config import REDIS_PREFIX
-from gammaray.deploy.redis_connection import connect
+from gammaray.deploy.redis_connection import check_server, connect
 
 ENTRY_MS = 5000
 REFRESH_S = 1.0
@@ -36,13 +36,19 @@ class Announcer:
         self.key = f"{prefix}:worker:{role}:{uuid.uuid4().hex[:12]}"
         self._value = json.dumps({"address": address})
         # The next refresh is the retry: a longer timeout would only delay it.
-        self._redis = connect(redis_url, timeout_s=CALL_TIMEOUT_S, num_retries=1)
+        self._url, self._redis = redis_url, connect(redis_url, timeout_s=CALL_TIMEOUT_S, num_retries=1)
         self._task: asyncio.Task[None] | None = None
         self._is_reachable = True
 
     async def start(self) -> None:
-        """Announce the worker, and renew the entry from now on."""
+        """Announce the worker, and renew the entry from now on.
+
+        Raises:
+            InvalidArgumentError: Redis answers, and is not a server that gammaray works with.
+        """
         await self._refresh()
+        if self._is_reachable:
+            await check_server(self._redis, self._url)
         self._task = asyncio.create_task(self._keep_alive(), name="worker's registry entry")
 
     async def withdraw(self) -> None:

@@ -12,8 +12,12 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from gammaray.blocks import MAX_ANSWER_BYTES
+from gammaray.checks import is_wildcard, join_address, split_address
+from gammaray.config import WorkerSettings
+from gammaray.deploy.redis_connection import connect
 from gammaray.errors import GammarayError, InvalidArgumentError
-from gammaray.security.tls import TlsFiles, check_peer, server_credentials
+from gammaray.security.tls import TlsFiles, check_peer, server_credentials, tls_files
+from gammaray.telemetry.prometheus import metrics_address
 
 DRAIN_TIMEOUT_S = 10.0
 """Seconds for running blocks to finish after SIGTERM; then orchestrators repeat them on other workers. Well
@@ -65,7 +69,7 @@ class GrpcServer:
             raise InvalidArgumentError("listen", listen, "an address that can be bound") from error
         await self.server.start()
         await self.set_serving(True)
-        return f"{host}:{port}"
+        return join_address(host, port)
 
     async def set_serving(self, is_serving: bool) -> None:
         """Set the status that the health service reports."""
@@ -89,14 +93,18 @@ async def guarded(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         await context.abort(error.status, str(error))
 
 
-def split_address(field: str, address: str) -> tuple[str, int]:
-    """Split `host:port`; an IPv6 host is in brackets."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidArgumentError(field, address, "host:port")
-    return host, int(port)
+def check_serving(settings: WorkerSettings, host: str = "") -> None:
+    """Refuse settings of addresses, TLS and Redis that a worker cannot serve with, before it loads a model.
 
-
-def is_wildcard(host: str) -> bool:
-    """Return whether `host` means all interfaces, and so is not an address that clients can dial."""
-    return host in ("0.0.0.0", "[::]")
+    Args:
+        host: Host that orchestrators connect to if the server listens on every interface.
+    """
+    listening, _ = split_address("listen", settings.listen)
+    if settings.metrics_listen:
+        metrics_address(settings.metrics_listen)
+    tls_files(settings)
+    if settings.redis_url:
+        connect(settings.redis_login_url, timeout_s=1, num_retries=0)  # connects on first use
+        if is_wildcard(listening) and not host:
+            allowed = "an address of this machine that orchestrators can dial"
+            raise InvalidArgumentError("listen", settings.listen, allowed)

@@ -12,14 +12,15 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from transformers.utils.logging import disable_progress_bar
 
+from gammaray.checks import is_wildcard, join_address, split_address
 from gammaray.config import WorkerSettings
 from gammaray.demo_pair import resolve_model
-from gammaray.errors import InvalidArgumentError, UnavailableError
+from gammaray.errors import UnavailableError
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
 from gammaray.telemetry.prometheus import MetricsExport
 from services.process.registry import Announcer
-from services.process.server import DRAIN_TIMEOUT_S, GrpcServer, is_wildcard, split_address
+from services.process.server import DRAIN_TIMEOUT_S, GrpcServer, check_serving
 from services.scheduling.block_queue import BlockQueue
 from services.scheduling.load import LoadReport, LoadReporter
 from services.scheduling.planning import Limits
@@ -89,7 +90,7 @@ class Worker(ABC, Generic[SettingsT]):
     async def start(self) -> str:
         """Load the model, serve, announce; returns the server's address."""
         settings = self.settings
-        split_address("listen", settings.listen)
+        check_serving(settings, self._host)
         await self.engine.start()
         assert self._model is not None
         assert self.engine.scheduler is not None
@@ -178,10 +179,4 @@ class Worker(ABC, Generic[SettingsT]):
 
     def _advertised(self) -> str:
         host, port = split_address("listen", self.address)
-        if not is_wildcard(host):
-            return self.address
-        if not self._host:
-            raise InvalidArgumentError(
-                "listen", self.settings.listen, "an address of this machine that orchestrators can dial"
-            )
-        return f"{self._host}:{port}"
+        return join_address(self._host, port) if is_wildcard(host) else self.address

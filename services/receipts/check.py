@@ -24,7 +24,6 @@ from gammaray.grammar.matcher import grammar_identity
 from gammaray.receipts.receipt import Receipt
 from gammaray.types import FinishReason, Proposal, VerificationMethod
 from gammaray.vocabulary import Vocabulary
-from services.engine.choice import uses_vllm
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import eos_token_ids
@@ -33,6 +32,7 @@ from services.engine.loader import load_worker_engine
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
+from services.engines.choice import choose
 from services.process.fingerprints import vocab_sha256, weights_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import SessionSpec
@@ -84,10 +84,11 @@ class ReceiptVerdict:
 
 
 def _loaded(name: str, path: str) -> Engine:
-    """Load a target as its worker would, but not by vLLM, whose scheduler has no forward of given rows."""
+    """Load a target as its worker would, but by an engine that computes given rows."""
     try:
         settings = TargetSettings(model=name)
-        if uses_vllm(settings.engine, settings.device):
+        serving = settings.model_copy(update={"lora": "", "tensor_parallel": 1})  # of no effect here
+        if not choose(serving).facts.checks_receipts:
             settings = settings.model_copy(update={"engine": "transformers"})
         return load_worker_engine(path, settings)
     except ValidationError as error:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import ray.util
 from ray import serve
 
+from gammaray.checks import split_address
 from gammaray.config import PoolSize, ScalingSettings, WorkerSettings
-from gammaray.deploy.engines import vllm_build
 from gammaray.deploy.serve_config import APPLICATIONS, WorkerArguments, autoscaling_config
+from gammaray.engines import health_timeout_s
 from gammaray.errors import InvalidArgumentError
-from services.process.server import DRAIN_TIMEOUT_S, split_address
+from services.process.server import DRAIN_TIMEOUT_S
 
 if TYPE_CHECKING:
     from services.process.worker import Worker
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ray.serve")  # Ray writes this logger to a replica's log
 # Time for the replica to exit after the worker has drained.
 _SHUTDOWN_MARGIN_S = 5.0
-# Serve replaces a replica after three late health checks in a row; one whose process has ended at once.
-# Orchestrators leave a worker that does not answer long before.
-_HEALTH_TIMEOUT_S = 10.0
-# vLLM's Python code and what it compiles run beside the event loop for longer than other engines' forwards.
-_VLLM_HEALTH_TIMEOUT_S = 60.0
 # Imported by the replicas only, since they load torch.
 _WORKERS = {
     "draft": "services.draft_worker.worker:DraftWorker",
@@ -111,23 +107,20 @@ def build(
         count = {"autoscaling_config": autoscaling_config(role, size, ScalingSettings(**(scaling or {})))}
     if one_per_node:
         count["max_replicas_per_node"] = 1
+    has_gpu = bool((ray_actor_options or {}).get("num_gpus"))
     make_deployment = serve.deployment(
         name=application.deployment,
         ray_actor_options={"num_cpus": 0, **(ray_actor_options or {})},
         health_check_period_s=2.0,
-        health_check_timeout_s=_health_timeout_s(checked.engine),
+        # After three late checks in a row Serve replaces a replica; one whose process has ended at once.
+        # Orchestrators leave a worker that does not answer long before.
+        health_check_timeout_s=health_timeout_s(checked.engine, has_gpu=has_gpu),
         # Requests do not pass through Serve: the worker itself waits for its blocks.
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S + _SHUTDOWN_MARGIN_S,
         **count,
     )
     return make_deployment(WorkerReplica).bind(role, checked, tuple(cores))
-
-
-def _health_timeout_s(engine: str) -> float:
-    """Return how long a health check may take with the setting `engine`."""
-    is_vllm = engine == "vllm" or (engine == "auto" and bool(vllm_build()[0]))
-    return _VLLM_HEALTH_TIMEOUT_S if is_vllm else _HEALTH_TIMEOUT_S
 
 
 def draft(args: dict[str, Any]) -> Any:

@@ -10,28 +10,20 @@ import grpc
 
 from gammaray.blocks import Verdict
 from gammaray.checks import check_int
-from gammaray.config import TargetSettings, parse_adapters
+from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError, ModelChangedError
 from gammaray.grammar.matcher import grammar_identity
 from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.wire.blocks import fill_verdict, proposal_from_proto, proposal_to_proto, shape_from_proto
-from services.engine.choice import target_uses_vllm
-from services.engine.loader import load_worker_engine
-from services.learning.drafter import LearningDrafter
-from services.process.adapters import adapter_sha256
-from services.process.fingerprints import model_identity, vocab_sha256
+from services.engines.choice import choose
+from services.engines.interface import Served
 from services.process.server import guarded
 from services.process.worker import Worker
-from services.scheduling.block_queue import BlockQueue
-from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Reply, VerifyTask
-from services.speculation.local_drafter import LocalDrafter
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
-from services.target_worker.loading import load_learning_drafter, load_local_drafter
-from services.target_worker.scheduler import TargetScheduler
 
 DEFAULT_TIMEOUT_MS = 60_000
 
@@ -131,47 +123,8 @@ class TargetWorker(Worker[TargetSettings]):
     role: ClassVar[str] = "target"
     service_name: ClassVar[str] = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 
-    def load_model(self, path: str) -> tuple[Model, BlockQueue[Any, Any]]:
-        settings, uses_vllm = self.settings, target_uses_vllm(self.settings)
-        engine, scheduler = self._load_on_vllm(path) if uses_vllm else self._load_own(path)
-        identity = model_identity(
-            path,
-            dtype=str(engine.dtype).removeprefix("torch."),
-            device=str(engine.device).partition(":")[0],
-            deterministic=settings.deterministic,
-        )
-        model = Model(
-            settings.model,
-            engine.vocab_size,
-            engine.max_context,
-            vocab_sha256(path),
-            kernel=engine.kernel,
-            identity=identity,
-            takes_trees=not uses_vllm,
-            adapters={
-                name: f"{identity}/lora/{adapter_sha256(directory)}" if identity else ""
-                for name, directory in parse_adapters(settings.lora).items()
-            },
-        )
-        return model, scheduler
-
-    def _load_on_vllm(self, path: str) -> tuple[Any, BlockQueue[Any, Any]]:
-        from services.vllm.loading import load_target  # vLLM is an extra
-
-        return load_target(path, self.settings, self._limits)
-
-    def _load_own(self, path: str) -> tuple[Any, BlockQueue[Any, Any]]:
-        settings = self.settings
-        engine = load_worker_engine(path, settings)
-        head: LocalDrafter | LearningDrafter | None = None
-        if settings.head:
-            load = load_learning_drafter if settings.learn else load_local_drafter
-            head = load(settings, engine)
-        grammars, ahead = Grammars(path, engine.vocab_size), settings.draft_ahead
-        scheduler = TargetScheduler(engine, self._limits, grammars, head, draft_ahead=ahead)
-        if isinstance(head, LearningDrafter):
-            scheduler.meter.watch_first_tokens(head.versions.first_tokens)
-        return engine, scheduler
+    def load_model(self, path: str) -> Served:
+        return choose(self.settings).load_target(path, self.settings, self._limits)
 
     def _add_servicer(self, server: Any, streams: Streams, model: Model) -> None:
         servicer = TargetServicer(streams, model, self.settings.head)

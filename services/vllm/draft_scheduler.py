@@ -92,13 +92,13 @@ class _Ahead:
 
     Args:
         limit: Number of tokens, prompt included, at which it has drafted enough.
-        is_held: Whether it waits while blocks are served.
+        is_paused: Whether it waits while blocks are served.
     """
 
     request_id: str
     spec: SessionSpec
     limit: int
-    is_held: bool = False
+    is_paused: bool = False
 
 
 class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
@@ -127,7 +127,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self._answered: set[str] = set()  # sessions with a proposal
         self.ahead_stats = AheadStats()
         super().__init__(engine, limits, grammars)
-        engine.held.mask_maker = self._begin_masks
         if ahead_rows:
             self.meter.watch_ahead(self.ahead_stats)
 
@@ -191,7 +190,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
                 session.session_id, session.tokens, session.spec, salt_of(session)
             )
             block = DraftBlock(task.base_position, self._top_k, self._bits)
-            self.engine.held.post(drafting.request_id, block)
+            self.engine.post(drafting.request_id, block)
         else:
             drafting.take_all((self.engine.tokens(going_on) or ())[len(session.tokens) :])
             if drafting.is_complete:
@@ -263,7 +262,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self._end_work(work, self._too_small())
 
     def _begin_masks(self, posted: dict[str, DraftBlock]) -> Callable[[], Masks] | None:
-        """Return what computes the masks of blocks; vLLM calls it while the forward runs."""
         has_grammar = any(
             request_id in self._by_request and self._by_request[request_id].session.spec.params.grammar
             for request_id in posted
@@ -306,7 +304,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
 
     def _draft_ahead(self) -> None:
         going = self._going_ahead()
-        self._hold_others(going)
+        self._pause_others(going)
         if not going:
             return
         result = self._step_engine()
@@ -321,20 +319,20 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             for session_id in list(self._ahead):  # nothing fitted
                 self._evict(session_id)
 
-    def _hold_others(self, going: Sequence[_Ahead] = ()) -> None:
+    def _pause_others(self, going: Sequence[_Ahead] = ()) -> None:
         for ahead in self._ahead.values():
-            is_held = ahead not in going
-            if is_held != ahead.is_held and self.engine.tokens(ahead.request_id) is not None:
-                self.engine.held.set_held(ahead.request_id, is_held=is_held)
-                ahead.is_held = is_held
+            is_paused = ahead not in going
+            if is_paused != ahead.is_paused and self.engine.tokens(ahead.request_id) is not None:
+                self.engine.pause(ahead.request_id, is_paused=is_paused)
+                ahead.is_paused = is_paused
 
     def _make_room(self) -> None:
-        """Hold draft-ahead while blocks are served; close the oldest of it where slots or memory run out."""
-        self._hold_others()
+        """Pause draft-ahead while blocks are served; close the oldest of it where slots or memory run out."""
+        self._pause_others()
         engine, lacking = self.engine, 0
         for request_id, work in self._by_request.items():
             needed = engine.needed_blocks(work.task.base_position + work.depth)
-            lacking += max(0, needed - engine.held_blocks(request_id))
+            lacking += max(0, needed - engine.num_blocks(request_id))
         while self._ahead and (engine.num_free_requests < 0 or engine.num_free_blocks < lacking):
             self._evict(next(iter(self._ahead)))
 
@@ -347,7 +345,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             if num_ready < 0:
                 self.engine.close(ahead.request_id)
             else:
-                self.engine.held.set_held(ahead.request_id, is_held=False)
+                self.engine.pause(ahead.request_id, is_paused=False)
         if self._ahead_rows and session.session_id in self._answered:
             self.ahead_stats.lookups += 1
             self.ahead_stats.hits += num_ready >= task.shape.depth

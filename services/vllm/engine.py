@@ -15,14 +15,23 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from gammaray.deploy.engines import SUPPORTED_VLLM, check_engine, vllm_build
+from gammaray.engines import SUPPORTED_VLLM, check_installed, vllm_build
 from gammaray.errors import InvalidArgumentError
 from services.engine.cache_budget import cache_budget
 from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
 from services.process.adapters import adapter_error, max_rank
 from services.scheduling.tasks import SessionSpec
-from services.vllm.messages import IS_KEPT, SESSION, SPEC, States, Verdicts
+from services.vllm.messages import (
+    IS_KEPT,
+    SESSION,
+    SPEC,
+    BeginMasks,
+    DraftBlock,
+    PostedBlock,
+    States,
+    Verdicts,
+)
 
 MAX_REQUESTS = 256
 """Most sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
@@ -94,7 +103,8 @@ class StepResult:
 
     Args:
         verdicts: Outcome of each posted block that the step completed.
-        scheduled: The requests among which they were.
+        num_tokens: Tokens that it fed.
+        scheduled: The requests that ran.
         num_cached: Of requests whose prompt the step completed: tokens found in the prefix cache.
         prompt_scores: Of those that asked for them: vLLM's `LogprobsTensors` of the prompt.
         drafts: What vLLM's own drafter proposes after the step, by request.
@@ -119,8 +129,7 @@ class VllmEngine:
         vocab_size: Token ids lie in [0, vocab_size).
         max_context: Positions lie in [0, max_context).
         kernel: For operators: vLLM, its version and device.
-        held: Its scheduler, see `services.vllm.held_scheduler`: what runs, and what is told to the sampler.
-        lost: Why the engine is lost; empty while it is not.
+        is_lost: Whether a process of vLLM has ended; `check` raises then.
 
     Raises:
         UnsupportedVllmError: vLLM is missing, or in another version.
@@ -129,26 +138,12 @@ class VllmEngine:
     """
 
     def __init__(self, options: EngineOptions) -> None:
-        check_engine("vllm", options.device)
-        if options.is_batch_invariant:
-            if vllm_build()[1] == "cpu":
-                raise InvalidArgumentError(
-                    "deterministic", True, "false with vLLM on a CPU, or another engine"
-                )
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's modules read it when they are imported
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        if vllm_build()[1] == "cpu":
-            _use_threads(options.threads)
-        logging.getLogger("vllm").setLevel(logging.WARNING)
-        # What it logs of a configuration that it cannot read is raised, too.
-        logging.getLogger("vllm.transformers_utils").setLevel(logging.CRITICAL)
-        if options.tensor_parallel > 1:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        check_installed("vllm", options.device)
+        _prepare_process(options)
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        self.lost = False
+        self.is_lost = False
         try:
             config = _configuration(options)
             executor = Executor.get_class(config)
@@ -166,11 +161,11 @@ class VllmEngine:
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
         self.kernel += ", batch-invariant" if options.is_batch_invariant else ""
         self.max_proposal = options.max_proposal
-        self.held = self.core.scheduler
+        self._scheduler = self.core.scheduler  # of the class `services.vllm.held_scheduler.HeldScheduler`
         self._has_drafter = bool(options.head)
-        self.pool = self.held.kv_cache_manager.block_pool
+        self.pool = self._scheduler.kv_cache_manager.block_pool
         self._block_size = int(config.cache_config.block_size)
-        self._block_bytes = _cache_bytes(self.held) // max(1, self.pool.num_gpu_blocks)
+        self._block_bytes = _cache_bytes(self._scheduler) // max(1, self.pool.num_gpu_blocks)
         self._num_opened = 0
         self._adapters = self._load_adapters(options.adapters)
         self.num_evictions = 0
@@ -192,20 +187,20 @@ class VllmEngine:
     @property
     def num_free_requests(self) -> int:
         """Requests that may be opened beside those that exist."""
-        return int(self.held.max_num_running_reqs) - len(self.held.requests)
+        return int(self._scheduler.max_num_running_reqs) - len(self._scheduler.requests)
 
     def needed_blocks(self, num_tokens: int) -> int:
         """Return the KV blocks of that many tokens, and of the draft tokens after them."""
-        return int(-(-(num_tokens + self.held.num_lookahead_tokens) // self._block_size))
+        return int(-(-(num_tokens + self._scheduler.num_lookahead_tokens) // self._block_size))
 
     @property
     def num_free_blocks(self) -> int:
         """KV blocks that no request holds; those of the prefix cache among them."""
         return int(self.pool.get_num_free_blocks())
 
-    def held_blocks(self, request_id: str) -> int:
+    def num_blocks(self, request_id: str) -> int:
         """Return the KV blocks that a request holds."""
-        return sum(map(len, self.held.kv_cache_manager.get_block_ids(request_id)))
+        return sum(map(len, self._scheduler.kv_cache_manager.get_block_ids(request_id)))
 
     def open(
         self,
@@ -268,18 +263,30 @@ class VllmEngine:
 
     def tokens(self, request_id: str) -> Sequence[int] | None:
         """Return the tokens of a request, prompt and output; None if vLLM has none with this id."""
-        request = self.held.requests.get(request_id)
+        request = self._scheduler.requests.get(request_id)
         return None if request is None else request.all_token_ids
+
+    def post(self, request_id: str, block: PostedBlock | DraftBlock) -> None:
+        """Let a request run: once with a target's block, or a token per step with a draft's."""
+        self._scheduler.post(request_id, block)
+
+    def pause(self, request_id: str, *, is_paused: bool) -> None:
+        """Stop the request of a draft for some steps, or let it go on; it keeps its cache."""
+        self._scheduler.pause(request_id, is_paused=is_paused)
+
+    def end_session(self, session_id: str) -> None:
+        """Tell the sampler with the next step that a session has ended."""
+        self._scheduler.ended.append(session_id)
 
     def close(self, request_id: str) -> None:
         """End a request; its blocks stay in the prefix cache until others need them."""
-        self.held.withdraw(request_id)
-        if request_id in self.held.requests:
+        self._scheduler.withdraw(request_id)
+        if request_id in self._scheduler.requests:
             self.core.abort_requests([request_id])
 
     def forget(self, token_ids: Sequence[int], spec: SessionSpec, salt: str) -> None:
         """Drop what the prefix cache has of these tokens, for requests with this salt and adapter."""
-        manager = self.held.kv_cache_manager
+        manager = self._scheduler.kv_cache_manager
         # A look-up leaves the last token out.
         request, _ = self._request("", "", [*token_ids, 0], spec, salt)
         dropped = set[int]()
@@ -300,13 +307,18 @@ class VllmEngine:
 
     def recover(self) -> None:
         """Drop the prefix cache after a step that failed; no request may be open."""
-        if not self.held.recover():
+        if not self._scheduler.recover():
             raise EngineLostError("vLLM does not release its KV cache after a step that failed")
 
-    def step(self) -> StepResult:
-        """Run one step for the requests that are posted or have a prompt to compute."""
+    def step(self, begin_masks: BeginMasks) -> StepResult:
+        """Run one step for the requests that are posted or have a prompt to compute.
+
+        Args:
+            begin_masks: Called with the posted blocks before their forward, see `services.vllm.messages`.
+        """
         self.check()
-        self.held.num_scheduled, self.held.states = {}, {}
+        self._scheduler.begin_masks = begin_masks
+        self._scheduler.num_scheduled, self._scheduler.states = {}, {}
         try:
             outputs, _ = self.core.step()
         except Exception:
@@ -318,16 +330,16 @@ class VllmEngine:
                 num_cached[output.request_id] = int(output.prefill_stats.num_cached_tokens)
             if output.new_prompt_logprobs_tensors is not None:
                 scores[output.request_id] = output.new_prompt_logprobs_tensors
-        scheduled = self.held.num_scheduled
+        scheduled = self._scheduler.num_scheduled
         return StepResult(
-            self.held.take_verdicts(),
+            self._scheduler.take_verdicts(),
             sum(scheduled.values()),
             scheduled.keys(),
             num_cached,
             scores,
             self._drafts(),
-            self.held.states,
-            self.held.preempted(),
+            self._scheduler.states,
+            self._scheduler.preempted(),
         )
 
     def _drafts(self) -> dict[str, list[int]]:
@@ -339,14 +351,14 @@ class VllmEngine:
     def check(self) -> None:
         """Raise EngineLostError when a process of vLLM has ended; any thread may call it."""
         # vLLM calls back only when the ranks that are left have ended, too.
-        if self.lost or getattr(self.core.model_executor, "is_failed", False):
+        if self.is_lost or getattr(self.core.model_executor, "is_failed", False):
             raise EngineLostError("a process of vLLM has ended")
 
     def stats(self) -> CacheStats:
         """Return the counters of the KV cache; any thread may call it."""
         used = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()  # vLLM keeps one block empty
         return CacheStats(
-            num_sessions=len(self.held.requests),
+            num_sessions=len(self._scheduler.requests),
             cache_bytes=used * self._block_bytes,
             cache_budget_bytes=self.pool.num_gpu_blocks * self._block_bytes,
             num_evictions=self.num_evictions,
@@ -358,15 +370,28 @@ class VllmEngine:
         self.core.shutdown()
 
     def note_loss(self) -> None:
-        self.lost = True
+        self.is_lost = True
 
 
-def _use_threads(count: int) -> None:
-    """Set the arithmetic threads of this process and of its ranks; vLLM leaves them as they are."""
+def _prepare_process(options: EngineOptions) -> None:
+    """Set what vLLM reads from the process when it is imported: variables, threads, levels of its logs."""
     import torch
 
-    torch.set_num_threads(count)
-    os.environ["OMP_NUM_THREADS"] = str(count)
+    is_cpu = vllm_build()[1] == "cpu"
+    if options.is_batch_invariant:
+        if is_cpu:
+            raise InvalidArgumentError("deterministic", True, "false with vLLM on a CPU, or another engine")
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if options.tensor_parallel > 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if is_cpu:  # vLLM leaves the threads of this process and of its ranks as they are
+        torch.set_num_threads(options.threads)
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    # What it logs of a configuration that it cannot read is raised, too.
+    logging.getLogger("vllm.transformers_utils").setLevel(logging.CRITICAL)
 
 
 def _configuration(options: EngineOptions) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
@@ -90,7 +90,8 @@ class CoupledDrafts:
         self._propose = drafter.propose
 
     def install(self) -> None:
-        """Replace the drafter's argmax; Medusa's heads have their own."""
+        """Replace the drafter's argmax, of which Medusa's heads have their own, and layers with adapters."""
+        _leave_adapters_out(self._drafter.model)
         self._drafter.propose = self._draft
         if hasattr(self._drafter, "_greedy_sample"):
             self._drafter._greedy_sample = self._sample
@@ -115,6 +116,18 @@ class CoupledDrafts:
         tokens = self._sampler.draft(logits, self._depth, per_request)
         self._depth += per_request
         return tokens
+
+
+def _leave_adapters_out(model: nn.Module) -> None:
+    """Let a drafter read the target's embedding and output matrix without adapters.
+
+    vLLM's layers with adapters have one adapter per row of the target's step, and the drafter's passes have
+    other rows.
+    """
+    for module in model.modules():
+        for name, layer in list(module.named_children()):
+            if hasattr(layer, "base_layer"):
+                setattr(module, name, layer.base_layer)
 
 
 def replace_weights(model: Any, directory: str, config: Any) -> None:

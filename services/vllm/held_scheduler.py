@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from services.vllm.messages import DraftBlock, Masks, PostedBlock, States, Verdicts
+from services.vllm.messages import BeginMasks, DraftBlock, Masks, PostedBlock, States, Verdicts, no_masks
 
 _NEVER = 1 << 62
 """A step that no request reaches: vLLM skips a request whose `next_decode_eligible_step` lies ahead."""
@@ -27,8 +27,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
     that held ones follow, least recently used last.
 
     Attributes:
-        mask_maker: Begins to compute the masks for the posted blocks of a step, and returns what waits for
-            them, or None without any; None: no request has a grammar.
+        begin_masks: Set for each step, see `services.vllm.messages.BeginMasks`.
         num_scheduled: Tokens that the last step fed, by request.
         ended: Sessions that have ended since the last step.
         states: Of the last step, see `services.vllm.sampler.StepSampler`.
@@ -36,7 +35,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.mask_maker: Callable[[dict[str, PostedBlock]], Callable[[], Masks] | None] | None = None
+        self.begin_masks: BeginMasks = no_masks
         self.num_scheduled: dict[str, int] = {}
         self.ended: list[str] = []
         self._posted: dict[str, PostedBlock] = {}  # oldest first
@@ -98,8 +97,8 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
             for request_id in output.num_scheduled_tokens
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
         )
+        self._masks = self.begin_masks(posted)  # where it fails, the next step names the ended sessions
         output.posted, output.ended, self.ended = posted, self.ended, []
-        self._masks = None if self.mask_maker is None else self.mask_maker(posted)
         config = self.vllm_config.speculative_config
         if config is not None and config.method not in ("medusa", "custom_class"):
             # Medusa's heads are all computed at once; others read new tokens even if they draft none.
@@ -137,16 +136,16 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
 
 
 class DraftingScheduler(HeldScheduler):
-    """Runs a request in every step from its block on, a token each, until it is held or aborted."""
+    """Runs a request in every step from its block on, a token each, until it is paused or aborted."""
 
     def post(self, request_id: str, block: DraftBlock) -> None:  # type: ignore[override]
         """Let a request draft."""
         self._posted[request_id] = block  # type: ignore[assignment]
-        self.set_held(request_id, is_held=False)
+        self.pause(request_id, is_paused=False)
 
-    def set_held(self, request_id: str, *, is_held: bool) -> None:
+    def pause(self, request_id: str, *, is_paused: bool) -> None:
         """Stop a request for some steps, or let it go on; it keeps its cache."""
-        self.requests[request_id].next_decode_eligible_step = _NEVER if is_held else 0
+        self.requests[request_id].next_decode_eligible_step = _NEVER if is_paused else 0
 
     def _take_posted(self, request_ids: Iterable[str]) -> dict[str, Any]:
         return {request_id: self._posted[request_id] for request_id in request_ids}

@@ -5,8 +5,9 @@ With tensor parallelism that process is another one: everything here can be pick
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -78,6 +79,15 @@ States = dict[str, tuple[int, Tensor]]
 
 Verdicts = dict[str, Verdict | Drafted | GammarayError | None]
 """Outcome per request of a step; None for a block with a known token, and for one whose masks are late."""
+
+
+BeginMasks = Callable[[dict[str, Any]], Callable[[], Masks] | None]
+"""Begins to compute the masks of a step's posted blocks, by request, and returns what waits for them while
+the forward runs; None: no block has a grammar."""
+
+
+def no_masks(posted: dict[str, Any]) -> None:
+    """Compute no masks, as before the first step."""
 
 
 def first_tokens(proposal: Proposal, count: int) -> Proposal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,7 @@ from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, Timing
 from services.vllm.engine import StepResult, VllmEngine
+from services.vllm.messages import Masks
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +58,10 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
         """Add a step's time to its blocks, and answer those that it completed."""
 
     @abstractmethod
+    def _begin_masks(self, posted: dict[str, Any]) -> Callable[[], Masks] | None:
+        """Begin to compute the masks of the posted blocks with a grammar; return what waits for them."""
+
+    @abstractmethod
     def _close_requests(self, session_id: str) -> None:
         """End the requests of a session without a block."""
 
@@ -81,7 +87,7 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
 
     def _forget(self, session: SessionCopy) -> None:
         self._close_requests(session.session_id)
-        self.engine.held.ended.append(session.session_id)
+        self.engine.end_session(session.session_id)
         if session.spec.cache_salt is None:
             self.engine.forget(session.tokens, session.spec, salt_of(session))
 
@@ -99,7 +105,7 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
         for work in self._running.values():
             self._note_start(work)
         try:
-            return self.engine.step()
+            return self.engine.step(self._begin_masks)
         except EngineLostError:
             raise
         except Exception as error:

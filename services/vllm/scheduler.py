@@ -34,7 +34,7 @@ from services.vllm.messages import Drafted, Masks, PostedBlock, first_tokens
 from services.vllm.request_queue import RequestQueue, RequestWork, salt_of
 
 
-class _Held(NamedTuple):
+class _Request(NamedTuple):
     """The request of a session.
 
     Args:
@@ -92,13 +92,12 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         grammars: Grammars | None = None,
         head: SwappedHead | None = None,
     ) -> None:
-        self.requests: dict[str, _Held] = {}  # by session, least recently used first
+        self.requests: dict[str, _Request] = {}  # by session, least recently used first
         super().__init__(engine, limits, grammars)
         self._head = head
         if head is not None:
             self.meter.watch_first_tokens(head.versions.first_tokens)
         self._masks = MaskThreads()
-        engine.held.mask_maker = self._begin_step
 
     def fail_all(self, error: GammarayError) -> None:
         super().fail_all(error)
@@ -137,15 +136,15 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         task.proposal = first_tokens(task.proposal, self.engine.max_proposal)
 
     def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
-        held = self.requests.get(session.session_id)
-        depth = _draft_depth(task, 0 if held is None else held.depth)
+        request = self.requests.get(session.session_id)
+        depth = _draft_depth(task, 0 if request is None else request.depth)
         num_drafts = 0 if task.head is None else task.head.depth
-        if num_drafts > 0 and held is not None and self._can_continue(held, task, session):
-            drafts = tuple(held.drafts[:num_drafts])
-            task.proposal = Proposal(drafts, is_prepared=True, version=held.version)
+        if num_drafts > 0 and request is not None and self._can_continue(request, task, session):
+            drafts = tuple(request.drafts[:num_drafts])
+            task.proposal = Proposal(drafts, is_prepared=True, version=request.version)
         work = _Verifying(task, session, "", depth=depth)
         if session.has_slow_masks:
-            self._begin_masks(work)
+            self._begin_masks_of(work)
         if not session.is_masking:
             self._post(work)
         return work
@@ -159,22 +158,22 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     def _post(self, work: _Verifying) -> None:
         """Let a block run, in the request of its session or in a new one."""
         task, session = work.task, work.session
-        held = self.requests.pop(session.session_id, None)
-        if held is not None and self._can_continue(held, task, session):
-            work.request_id = held.request_id
-            self.engine.held.post(work.request_id, work.block)
+        request = self.requests.pop(session.session_id, None)
+        if request is not None and self._can_continue(request, task, session):
+            work.request_id = request.request_id
+            self.engine.post(work.request_id, work.block)
         else:
-            if held is not None:
-                self.engine.close(held.request_id)
+            if request is not None:
+                self.engine.close(request.request_id)
             self._open(work)
-        self.requests[session.session_id] = _Held(work.request_id, session.spec, work.depth)
+        self.requests[session.session_id] = _Request(work.request_id, session.spec, work.depth)
         work.num_needed = self.engine.needed_blocks(len(session.tokens) + len(task.proposal))
         self._by_request[work.request_id] = work
 
-    def _can_continue(self, held: _Held, task: VerifyTask, session: SessionCopy) -> bool:
+    def _can_continue(self, request: _Request, task: VerifyTask, session: SessionCopy) -> bool:
         """Whether a request has exactly the committed tokens, and the session's parameters."""
-        tokens = self.engine.tokens(held.request_id)
-        if tokens is None or task.reads_anew or held.spec != session.spec:
+        tokens = self.engine.tokens(request.request_id)
+        if tokens is None or task.reads_anew or request.spec != session.spec:
             return False
         first = min(session.changed_from, len(tokens))
         return len(tokens) == len(session.tokens) and tokens[first:] == session.tokens[first:]
@@ -199,7 +198,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             # A proposal is not tested here after a single token, which vLLM's prompt needs, nor beside a
             # prompt that is scored whole.
             work.follows, block = None, replace(block, proposal=Proposal())
-        self.engine.held.post(work.request_id, block)
+        self.engine.post(work.request_id, block)
 
     def _withdraw(self, work: _Verifying) -> None:
         # Its prompt may be half read: the next block reads it anew, from the prefix cache.
@@ -219,21 +218,21 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         super()._forget_prefix(session_id)
 
     def _close_requests(self, session_id: str) -> None:
-        held = self.requests.pop(session_id, None)
-        if held is not None:
-            self.engine.close(held.request_id)
+        request = self.requests.pop(session_id, None)
+        if request is not None:
+            self.engine.close(request.request_id)
 
     def _make_room(self) -> None:
         """Close the least recently used idle requests while the blocks of this step lack slots or memory.
 
         vLLM never takes memory from a request that it holds for one that waits.
         """
-        count = self.engine.held_blocks
+        count = self.engine.num_blocks
         lacking = sum(max(0, work.num_needed - count(name)) for name, work in self._by_request.items())
-        for session_id, held in list(self.requests.items()):
+        for session_id, request in list(self.requests.items()):
             if self.engine.num_free_requests >= 0 and self.engine.num_free_blocks >= lacking:
                 return
-            if held.request_id not in self._by_request:
+            if request.request_id not in self._by_request:
                 self._evict(session_id)
 
     def _evict(self, session_id: str) -> None:
@@ -253,7 +252,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
                 continue  # its block was dropped, and the request is read anew
             assert not isinstance(outcome, Drafted)
             if outcome is None and work.follows is not None:
-                self.engine.held.post(request_id, work.follows)
+                self.engine.post(request_id, work.follows)
                 work.follows = None
             elif outcome is None:  # its masks are late
                 self._withdraw(work)
@@ -261,8 +260,8 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             else:
                 session_id, drafts = work.session.session_id, result.drafts.get(request_id, ())
                 version = 0 if self._head is None else self._head.number
-                held = self.requests[session_id]
-                self.requests[session_id] = held._replace(drafts=drafts, version=version)
+                request = self.requests[session_id]
+                self.requests[session_id] = request._replace(drafts=drafts, version=version)
                 self._finish(work, outcome, result.prompt_scores.get(request_id))
 
     def _finish(self, work: _Verifying, outcome: Verdict | GammarayError, scores: Any) -> None:
@@ -300,7 +299,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
 
     def _unblock(self) -> None:
         """Free memory after a step in which nothing fitted: idle sessions, else fail the newest block."""
-        idle = [s for s, held in self.requests.items() if held.request_id not in self._by_request]
+        idle = [s for s, request in self.requests.items() if request.request_id not in self._by_request]
         for session_id in idle:
             self._evict(session_id)
         posted = [work for work in self._running.values() if work.request_id]
@@ -309,15 +308,14 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         work = posted[-1]
         self._finish(work, self._too_small(), None)
 
-    def _begin_step(self, posted: dict[str, PostedBlock]) -> Callable[[], Masks] | None:
-        """Begin to compute the masks of the posted blocks with a grammar; return what waits for them."""
+    def _begin_masks(self, posted: dict[str, PostedBlock]) -> Callable[[], Masks] | None:
         works = [self._by_request[name] for name, block in posted.items() if block.known_token_id is None]
         masked = [work for work in works if work.session.spec.params.grammar]
         for work in masked:
-            self._begin_masks(work)
+            self._begin_masks_of(work)
         return partial(_wait_for_masks, masked) if masked else None
 
-    def _begin_masks(self, work: _Verifying) -> None:
+    def _begin_masks_of(self, work: _Verifying) -> None:
         if work.session.spec.params.grammar and not work.has_masks:
             work.has_masks = True
             self._masks.begin(work.session, partial(self._compute_masks, work))

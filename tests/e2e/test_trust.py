@@ -62,7 +62,7 @@ def test_tenant_completes_over_both_apis(guarded, keys):
 
 
 def test_no_secret_in_arguments_environment_or_logs(guarded, keys):
-    (redis,) = [process for process, command in guarded.commands() if "redis-server" in command[0]]
+    (redis,) = [process for process, command in guarded.commands() if "valkey-server" in command[0]]
     redis_directory = Path(redis.cwd())
     secrets = [secret for _, secret in keys.values()]
     with Client(guarded.grpc, api_key=secrets[0]) as client:

@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.storage.client import connect
 from orchestrator.workers.backoff import AdaptiveTimeout
-from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.redis_helpers import EACH_SERVER, running_redis
 from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import running, worker_process
 
@@ -15,9 +15,14 @@ def _no_haste(monkeypatch):
     monkeypatch.setattr(AdaptiveTimeout, "NUM_SAMPLES", 1_000_000)
 
 
+def pytest_generate_tests(metafunc):
+    if "redis_server" in metafunc.fixturenames and metafunc.definition.get_closest_marker("each_redis"):
+        metafunc.parametrize("redis_server", EACH_SERVER, indirect=True, scope="module")
+
+
 @pytest.fixture(scope="module")
-def redis_server():
-    with running_redis() as server:
+def redis_server(request):
+    with running_redis(getattr(request, "param", "embedded")) as server:
         yield server
 
 

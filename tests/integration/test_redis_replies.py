@@ -147,6 +147,42 @@ async def test_start_gives_up_in_time_with_a_typed_error():
         await wait_for_redis("redis://127.0.0.1:1/0", 1.0)
 
 
+@pytest.mark.parametrize("version", ["5.0.7", "6.0.16", "6.1.9"])
+async def test_start_refuses_a_redis_that_is_too_old(redis_server, version):
+    async with redis_name(redis_server) as (name, url):
+        name.version = version
+        told = rf"redis_url: got redis://\.\.\.@127\.0\.0\.1:{name.port}/0, Redis {version}, "
+        told += "allowed: Redis 6.2 or newer, or Valkey 7.2 or newer"
+        announcer = Announcer(url, "target", "h:1")
+        for start in (wait_for_redis(url, 60.0), announcer.start()):
+            with pytest.raises(InvalidArgumentError, match=f"^{told}$"):
+                await start
+        await announcer.withdraw()
+
+
+@pytest.mark.parametrize("version", ["6.2.0", "7.2.4", "8.4.0", "10.0.0", "255.255.255", "unknown", ""])
+async def test_start_accepts_newer_and_unknown_versions(redis_server, version):
+    async with redis_name(redis_server) as (name, url):
+        name.version = version
+        await wait_for_redis(url, 60.0)
+
+
+@pytest.mark.parametrize("error", [RecursionError("too deep"), NotImplementedError(), RuntimeError("other")])
+async def test_errors_of_our_own_code_are_neither_renamed_nor_retried(redis_server, error):
+    calls = []
+
+    async def fail():
+        calls.append(1)
+        raise error
+
+    redis = connect(redis_server.url)
+    with pytest.raises(type(error)) as raised:
+        await redis.repeated(fail)
+    assert raised.value is error
+    assert len(calls) == 1
+    await redis.aclose()
+
+
 async def test_start_does_not_wait_for_a_password_to_become_right(redis_server):
     wrong = redis_server.url.replace("redis://:", "redis://:not-")
     with pytest.raises(UnavailableError, match="password"):

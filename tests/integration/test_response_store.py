@@ -16,7 +16,7 @@ from orchestrator.storage.session_store import RedisStore
 from tests.support.workers.redis_helpers import redis_name
 from tests.support.workers.scripted_workers import make_session
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
+pytestmark = [pytest.mark.integration, pytest.mark.each_redis, pytest.mark.usefixtures("empty")]
 
 BEGUN = StoredResponse(b'["input"]', b'{"status": "in_progress"}')
 DONE = b'{"status": "completed"}'

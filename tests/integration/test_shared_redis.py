@@ -16,7 +16,7 @@ from orchestrator.storage.trace_store import RedisTraceStore
 from services.process.registry import Announcer
 from tests.support.workers.scripted_workers import make_session
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.each_redis]
 
 A, B = Keys("prod.gammaray"), Keys("test.gammaray")
 

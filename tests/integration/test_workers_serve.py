@@ -29,15 +29,14 @@ def test_build_binds_a_deployment_without_cpus_that_drains(role, name, options):
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
-def test_a_worker_on_vllm_has_longer_for_its_health_checks(role, monkeypatch):
-    def timeout_s(engine):
-        return schema_of(build(role, {"engine": engine})).health_check_timeout_s
+def test_a_worker_that_may_be_on_vllm_has_longer_for_its_health_checks(role):
+    def timeout_s(engine, num_gpus=0):
+        options = {"num_gpus": num_gpus} if num_gpus else None
+        return schema_of(build(role, {"engine": engine}, ray_actor_options=options)).health_check_timeout_s
 
     own = timeout_s("native")
     assert timeout_s("transformers") == own < timeout_s("vllm")
-    for version, expected in (("", own), ("0.32.0", timeout_s("vllm"))):
-        monkeypatch.setattr("services.serve.app.vllm_build", lambda version=version: (version, "cpu"))
-        assert timeout_s("auto") == expected
+    assert (timeout_s("auto"), timeout_s("auto", 1)) == (own, timeout_s("vllm"))
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])

@@ -149,7 +149,7 @@ PLACES = {
         "the cache is not compared with the session": expression("same < num_cached", "False"),
         "a copied prefix is one token too long": expression("shared", "shared + 1", call="fork"),
     },
-    "services/target_worker/scheduler.py:TargetScheduler._judge": {
+    "services/own/target_scheduler.py:TargetScheduler._judge": {
         "a rejected token stays in the session": statement("emitted =", _EMITTED),
         "noise of the next position": expression("base", "base + 1", call="judge"),
     },

@@ -71,9 +71,12 @@ class RealRedis:
 
     def dump(self) -> dict[bytes, tuple[bytes, int]]:
         """Return all keys with their serialised values and the time at which they expire (ms; 0: never)."""
-        return {
-            key: (self.admin.dump(key), max(0, self.admin.pexpiretime(key))) for key in self.admin.keys("*")
-        }
+        (now_us,) = struct.unpack_from("q", self._clock, 0)
+        found = {}
+        for key in self.admin.keys("*"):
+            left_ms = self.admin.pttl(key)  # PEXPIRETIME is in Redis since 7.0
+            found[key] = (self.admin.dump(key), now_us // 1000 + left_ms if left_ms >= 0 else 0)
+        return found
 
     def restore(self, state: dict[bytes, tuple[bytes, int]]) -> None:
         """Put back what `dump` returned, and nothing else."""

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from gammaray.errors import InternalError, UnavailableError
-from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import Batch, Runner, Segment
 from services.engine.core.kv_cache import CacheShape
 from services.engine.engine import Engine
 from services.engine.sampling.noise import Noise
+from services.own.draft_scheduler import DraftScheduler
+from services.own.target_scheduler import TargetScheduler
 from services.scheduling.block_queue import BlockQueue
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import Release, Reply, Task
 from services.speculation.outcomes import AHEAD_ROWS
-from services.target_worker.scheduler import TargetScheduler
 from tests.simulation.loop import SimulatedLoop
 
 VOCAB_SIZE, MAX_CONTEXT = 256, 256

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import SequenceInput
 from services.engine.core.session_cache import SessionCache
 from services.engine.sampling.noise import Noise
+from services.own.draft_scheduler import DraftScheduler
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import ProposeTask, Reply
 from services.speculation.predictions import draw_temperature

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.batch import SequenceInput
 from services.engine.core.kv_cache import CacheShape
 from services.engine.core.model import load_model
 from services.engine.engine import Engine
 from services.engine.hf.probe import probe_model
 from services.engine.hf.runner import TransformersRunner
+from services.own.draft_scheduler import DraftScheduler
+from services.own.target_scheduler import TargetScheduler
 from services.scheduling.planning import Limits
-from services.target_worker.scheduler import TargetScheduler
 
 VOCAB_SIZE = 97
 LIMITS = Limits(max_batch_tokens=1024, prefill_chunk=256)

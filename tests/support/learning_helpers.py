@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from services.draft_worker.loading import load_learning
 
 from gammaray.blocks import Shape
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.learning.folder import DrafterStore, RecordName, Version
 from gammaray.types import Proposal, SamplingParams
 from services.demo_pair import TARGET_DIR
-from services.draft_worker.loading import load_learning
-from services.draft_worker.scheduler import DraftScheduler
 from services.engine.core.model import load_model
 from services.engine.loader import load_engine
 from services.heads.loading import names_head
 from services.learning.drafter import LearningDrafter
+from services.own.draft_scheduler import DraftScheduler
+from services.own.head_loading import load_learning_drafter
+from services.own.target_scheduler import TargetScheduler
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import Release
-from services.target_worker.loading import load_learning_drafter
-from services.target_worker.scheduler import TargetScheduler
 from services.train.draft_model import TrainableDraft
 from services.train.head import TrainableHead
 from tests.support.engine_helpers import random_tokens

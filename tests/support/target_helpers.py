@@ -7,8 +7,8 @@ from typing import Any
 
 from gammaray.blocks import Shape, Verdict
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.own.target_scheduler import TargetScheduler
 from services.scheduling.tasks import VerifyTask
-from services.target_worker.scheduler import TargetScheduler
 from tests.support.vllm_helpers import NOTHING, Session
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from services.engine.loader import load_engine
+from services.own.target_scheduler import TargetScheduler
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
-from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import tiny_model
 from tests.support.processing_helpers import save_small_tokenizer
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import SamplingParams
 from services.engine.loader import load_engine
+from services.own.target_scheduler import TargetScheduler
 from services.process.adapters import RANKS, adapter_sha256, max_rank
-from services.target_worker.scheduler import TargetScheduler
 from tests.support.adapter_helpers import make_adapter
 from tests.support.vllm_helpers import Session, answers, ask, end, generate
 from tests.vllm.conftest import LIMITS, start_vllm

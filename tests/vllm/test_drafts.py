@@ -15,8 +15,8 @@ from gammaray.errors import (
     InvalidArgumentError,
 )
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
-from services.draft_worker.scheduler import DraftScheduler
 from services.engine.loader import load_engine
+from services.own.draft_scheduler import DraftScheduler
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import Release
 from services.vllm.engine import CPU_DRAFT_BLOCK
@@ -299,8 +299,8 @@ def filling(engine, extra: int) -> list[Session]:
 def test_sessions_that_exceed_the_cache_together_are_all_served(drafts, cpu_drafts, monkeypatch):
     sessions, step, preempted = filling(drafts.engine, 0), drafts.engine.step, set()
 
-    def noted_step():
-        result = step()
+    def noted_step(begin_masks):
+        result = step(begin_masks)
         preempted.update(result.preempted)
         return result
 

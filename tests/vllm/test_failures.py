@@ -50,14 +50,16 @@ def fail_between(scheduler, monkeypatch):
     def fail():
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(scheduler.engine.held, "mask_maker", lambda posted: fail)
+    step = scheduler.engine.step
+    monkeypatch.setattr(scheduler.engine, "step", lambda begin_masks: step(lambda posted: fail))
 
 
 def fail_in_schedule(scheduler, monkeypatch):
     def fail(posted):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(scheduler.engine.held, "mask_maker", fail)
+    step = scheduler.engine.step
+    monkeypatch.setattr(scheduler.engine, "step", lambda begin_masks: step(fail))
 
 
 @pytest.mark.parametrize("fail", [fail_in_forward, fail_in_sampling, fail_between, fail_in_schedule])
@@ -152,4 +154,4 @@ async def test_an_engine_that_is_lost_ends_its_thread_and_answers_what_waits(sch
         await asyncio.wait_for(thread.ended.wait(), 30)
         assert await thread.stop(30)
     finally:
-        scheduler.engine.lost = ""
+        scheduler.engine.is_lost = False

@@ -19,8 +19,8 @@ from gammaray.blocks import Shape, Verdict
 from gammaray.config import TargetSettings
 from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.loader import load_engine
-from services.target_worker.loading import load_local_drafter
-from services.target_worker.scheduler import TargetScheduler
+from services.own.head_loading import load_local_drafter
+from services.own.target_scheduler import TargetScheduler
 from tests.support import vllm_head_helpers as heads
 from tests.support.vllm_helpers import Session, answers, ask, end, generate
 from tests.vllm.conftest import LIMITS, start_vllm

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from gammaray.types import Proposal, SamplingParams
 from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
-from services.target_worker.scheduler import TargetScheduler
+from services.own.target_scheduler import TargetScheduler
 from tests.support.vllm_helpers import Session, answers, end, generate
 from tests.vllm.conftest import LIMITS
 

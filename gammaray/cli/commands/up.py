@@ -13,7 +13,7 @@ from gammaray.cli.program import CLUSTER_PACKAGES, Program, become, check_packag
 from gammaray.cli.settings import checked_settings, settings_options
 from gammaray.cli.values import FloatRange
 from gammaray.config import ClusterSettings
-from gammaray.deploy.engines import check_engine
+from gammaray.engines import check_installed
 
 START_OPTIONS = (
     click.Option(
@@ -41,5 +41,5 @@ def up(**options: Any) -> None:
     check_packages("a cluster", CLUSTER_PACKAGES, "all")
     # What can be checked without models or ports is checked before the launcher replaces this process.
     settings = checked_settings(ClusterSettings, options)
-    check_engine(settings.engine, settings.device)
+    check_installed(settings.engine, settings.device)
     become("orchestrator.launcher.cluster")

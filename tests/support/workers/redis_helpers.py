@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import shutil
 import socket
 import struct
 import subprocess
@@ -14,8 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
+import pytest
 import redis
 
+from orchestrator.launcher import redis_server
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.redis_server import RedisServer, redis_binary
 
@@ -23,11 +27,21 @@ PASSED = {b"AUTH", b"HELLO", b"CLIENT", b"SELECT"}
 """Commands that open a connection; a server that refuses others takes them."""
 
 
+EACH_SERVER = ["embedded", pytest.param("redis-server", marks=pytest.mark.needs("redis-server"))]
+"""The server of the extra `embedded`, and Debian's."""
+
+
 @contextmanager
-def running_redis() -> Iterator[RedisServer]:
-    """Run a private server; it holds nothing at first."""
-    with TemporaryDirectory() as folder, RedisServer.start(Path(folder)) as server:
-        yield server
+def running_redis(name: str = "embedded") -> Iterator[RedisServer]:
+    """Run a private server of `EACH_SERVER`; it holds nothing at first."""
+    with TemporaryDirectory() as folder:
+        with pytest.MonkeyPatch.context() as patch:
+            if name != "embedded":
+                binary = shutil.which(name)
+                patch.setattr(redis_server, "redis_binary", lambda: binary)
+            server = RedisServer.start(Path(folder))
+        with server:
+            yield server
 
 
 def port_of(url: str) -> int:
@@ -43,6 +57,7 @@ class RedisName:
         target: Port of the server that new connections are led to.
         reply: Error reply to all commands, such as "BUSY Redis is busy"; empty: the server answers.
         refused: Commands that got it, with their first argument.
+        version: Of Redis that INFO reports; empty: the server's own.
     """
 
     def __init__(self, target: int) -> None:
@@ -50,6 +65,7 @@ class RedisName:
         self.target = target
         self.reply = ""
         self.refused: list[str] = []
+        self.version = ""
         self.port = 0
         self._open: set[asyncio.StreamWriter] = set()
 
@@ -79,7 +95,8 @@ class RedisName:
                     writer.write(f"-{self.reply}\r\n".encode())
                     continue
                 downstream.write(command)
-                writer.write(await _read_reply(upstream))
+                reply = await _read_reply(upstream)
+                writer.write(_with_version(reply, self.version) if self.version else reply)
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
@@ -97,6 +114,13 @@ async def redis_name(server: RedisServer) -> AsyncIterator[tuple[RedisName, str]
         yield name, server.url.replace(f":{name.target}/", f":{name.port}/")
     finally:
         listener.close()
+
+
+def _with_version(reply: bytes, version: str) -> bytes:
+    if not (found := re.search(rb"redis_version:[^\r]*", reply)):
+        return reply
+    told = reply.replace(found[0], f"redis_version:{version}".encode()).partition(b"\r\n")[2]
+    return b"$%d\r\n%b" % (len(told) - 2, told)
 
 
 async def _read_command(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]]:

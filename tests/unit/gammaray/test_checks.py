@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gammaray import GenerationRequest, InvalidArgumentError, SamplingParams
-from gammaray.checks import MAX_TOKEN_IDS, check_token_ids
+from gammaray.checks import MAX_TOKEN_IDS, check_token_ids, is_wildcard, join_address, split_address
 from gammaray.errors import rendering
 from gammaray.wire.rpc_errors import error_from_status
 
@@ -82,3 +82,27 @@ def test_rendering_of_deep_nesting_ends():
     for _ in range(100_000):
         value = [value]
     assert rendering(value).startswith("[" * 80 + "... (over ")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "worker-0", "a.example.com", "::", "::1", "fd00::4"])
+def test_address_is_split_as_it_was_joined(host):
+    assert split_address("listen", join_address(host, 50051)) == (host, 50051)
+
+
+def test_host_in_brackets_stays_so():
+    assert join_address("[fd00::4]", 1) == join_address("fd00::4", 1) == "[fd00::4]:1"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "host", ":1", "host:", "host:-1", "host:65536", "[]:1", "fd00::4:50051", "[host]:1", "[::1:1"],
+)
+def test_address_without_one_reading_is_refused(address):
+    with pytest.raises(InvalidArgumentError) as caught:
+        split_address("listen", address)
+    assert (caught.value.field, caught.value.got) == ("listen", address)
+
+
+def test_wildcards_of_both_families():
+    assert all(map(is_wildcard, ("0.0.0.0", "::", "[::]", "[0:0:0:0:0:0:0:0]")))
+    assert not any(map(is_wildcard, ("127.0.0.1", "[::1]", "localhost", "")))

@@ -46,6 +46,13 @@ async def test_calls_carry_the_application_and_the_key():
     assert [call.get("authorization") for call in service.metadata] == ["Bearer secret"] * 2 + [None]
 
 
+async def test_server_of_this_machine_is_called_past_the_proxy(monkeypatch):
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with serve(ScriptedService()) as address, AsyncClient(address, retry=NO_RETRY) as client:
+        assert await client.status() == PROCESSES
+
+
 async def test_calls_send_their_timeout():
     service = ScriptedService()
     async with serve(service) as address, AsyncClient(address, timeout_s=20) as client:
@@ -193,6 +200,7 @@ async def test_wait_ready_refused_key_raises_at_once():
         ({"address": "localhost"}, "address"),
         ({"address": "http://localhost:9000"}, "address"),
         ({"address": ""}, "address"),
+        ({"address": "fd00::4:9000"}, "address"),
         ({"api_key": ""}, "api_key"),
         ({"api_key": "a\nb"}, "api_key"),
         ({"timeout_s": 0}, "timeout_s"),

@@ -1,7 +1,6 @@
 """Completions that resume after a failed call: the client's requests, and when it gives up."""
 
 import asyncio
-import sys
 
 import grpc
 import pytest
@@ -280,9 +279,6 @@ async def test_resume_closed_client_gives_up_at_once():
     assert len(service.requests) == 1
 
 
-@pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="needs Python 3.11; to enable: make clean test PYTHON=python3.11"
-)
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("method", ["generate", "status"])
 async def test_cancellation_reported_as_a_failure_by_grpc_ends_the_call(monkeypatch, method, error):

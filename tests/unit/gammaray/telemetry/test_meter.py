@@ -67,6 +67,15 @@ def test_port_range_gives_each_process_one_until_none_is_left():
     MetricsServer(Meter(), f"127.0.0.1:{port}").stop()
 
 
+def test_endpoint_on_ipv6_has_brackets_in_its_address():
+    server = MetricsServer(make_meter(), "[::1]:0")
+    try:
+        assert server.address.startswith("[::1]:")
+        assert scrape(server.address)["gammaray_requests_active",] == 7
+    finally:
+        server.stop()
+
+
 @pytest.mark.parametrize("listen", ["9464", "127.0.0.1:", "127.0.0.1:9-8", "127.0.0.1:70000", "x:1-2-3"])
 def test_bad_address_is_named(listen):
     with pytest.raises(InvalidArgumentError, match="metrics_listen"):

@@ -18,6 +18,7 @@ from gammaray.types import (
     VerificationMethod,
 )
 from orchestrator.cycle.run import run_cycle
+from orchestrator.drafting.head import TargetHead
 from tests.support.cycle_helpers import (
     EOS,
     PROMPT,
@@ -236,7 +237,7 @@ async def test_cycle_target_refuses_an_empty_proposal_fails_the_request():
 @pytest.mark.parametrize("path", [(1,), (0, 2), (2,), (-1,), (0, 0), (0, 1, 2)])
 async def test_cycle_verdict_that_is_no_path_is_an_internal_error(path):
     class Liar:
-        async def verify(self, session, proposal, drafts=None):
+        async def verify(self, session, draft):
             return Verdict(path, 7, BONUS, 1)
 
     with pytest.raises(InternalError, match="no path"):
@@ -254,7 +255,7 @@ async def test_cycle_logprobs_are_cut_with_their_tokens(index):
 
 async def test_cycle_missing_logprobs_are_an_internal_error():
     class Forgetful(ScriptedTarget):
-        async def verify(self, session, proposal, drafts=None):
+        async def verify(self, session, draft):
             return Verdict((), 3, BONUS, 0)
 
     with pytest.raises(InternalError, match="log-probabilities"):
@@ -290,24 +291,19 @@ class HeadedTarget(ScriptedTarget):
         super().__init__(tokens)
         self.drafted, self.asked = drafted, []
 
-    async def verify(self, session, proposal, drafts=None):
-        self.asked.append(drafts)
-        if drafts is None:
-            return await super().verify(session, proposal)
-        assert not proposal
+    async def verify(self, session, draft):
+        self.asked.append(draft)
         verdict = await super().verify(session, self.drafted or Proposal())
         return replace(verdict, drafted=self.drafted)
 
 
-async def headed_cycle(drafted, depth=3, nodes=0):
+async def headed_cycle(drafted, depth=3, nodes=0, **fields):
     class Heads(ConstantGamma):
         def next_shape(self):
             return Shape(depth, nodes, drafter=DrafterKind.HEAD)
 
-    target, session, drafter = HeadedTarget(TOKENS, drafted), make_session(), FunctionDrafter(None)
-    cycle = await run_cycle(session, drafter, target, Heads(depth))
-    assert drafter.gammas == []
-    return cycle, target
+    target, session = HeadedTarget(TOKENS, drafted), make_session(**fields)
+    return await run_cycle(session, TargetHead(), target, Heads(depth)), target
 
 
 @pytest.mark.parametrize(
@@ -323,7 +319,7 @@ async def test_cycle_of_a_head_is_one_call_to_the_target(drafted, emitted, kind)
     cycle, target = await headed_cycle(drafted, nodes=4)
     assert (cycle.token_ids, cycle.drafter) == (emitted, kind)
     assert cycle.num_drafted == len(drafted or ())
-    assert [shape.depth for shape in target.asked] == [3]
+    assert [draft.shape.depth for draft in target.asked] == [3]
     assert not cycle.draft_failed
     assert cycle.gamma == 3
 
@@ -335,10 +331,5 @@ async def test_cycle_head_that_drafts_more_than_it_was_asked_for_is_an_internal_
 
 
 async def test_cycle_of_a_head_never_drafts_past_the_end():
-    class Heads(ConstantGamma):
-        def next_shape(self):
-            return Shape(4, drafter=DrafterKind.HEAD)
-
-    target, session = HeadedTarget(TOKENS, None), make_session(max_tokens=3)
-    await run_cycle(session, FunctionDrafter(None), target, Heads(4))
-    assert target.asked[0].depth == 2
+    _, target = await headed_cycle(None, depth=4, max_tokens=3)
+    assert [draft.shape.depth for draft in target.asked] == [2]

@@ -71,7 +71,7 @@ class Releasing:
     def __init__(self, times: int = 1) -> None:
         self.calls, self.times = 0, times
 
-    async def verify(self, session, proposal, drafts=None):
+    async def verify(self, session, draft):
         self.calls += 1
         if self.calls <= self.times:
             raise CancelledError("session s was released")

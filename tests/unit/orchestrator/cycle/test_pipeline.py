@@ -47,13 +47,13 @@ class GatedTarget(ScriptedTarget):
         self.permits = asyncio.Semaphore(permits)
         self.was_cancelled = False
 
-    async def verify(self, session, proposal, drafts=None):
+    async def verify(self, session, draft):
         try:
             await self.permits.acquire()
         except asyncio.CancelledError:
             self.was_cancelled = True
             raise
-        return await super().verify(session, proposal)
+        return await super().verify(session, draft)
 
 
 def cycles_of(session, target, store, gamma=2, drafter=None):
@@ -117,10 +117,10 @@ async def test_pipeline_yields_nothing_when_the_first_write_fails():
 
 async def test_pipeline_failed_cycle_comes_after_those_before_it():
     class Dying(ScriptedTarget):
-        async def verify(self, session, proposal, drafts=None):
+        async def verify(self, session, draft):
             if len(self.proposals) == 2:
                 raise InternalError("broken")
-            return await super().verify(session, proposal)
+            return await super().verify(session, draft)
 
     seen = []
     async with aclosing(cycles_of(make_session(), Dying(TOKENS), ListStore())) as cycles:

@@ -164,13 +164,15 @@ async def test_request_has_its_latencies():
         (asyncio.CancelledError(), "cancelled"),
     ],
 )
-async def test_failures_are_counted_by_their_kind(error, outcome):
+async def test_failures_are_counted_and_logged_by_their_kind(error, outcome, caplog):
+    caplog.set_level("INFO", "ray.serve")
     service = Service(chunk(1), error=error)
     with pytest.raises(type(error)):
         async for _ in service.generate(REQUEST):
             pass
     found = samples(service.meter)
     assert found["requests", outcome] == 1
+    assert [record.getMessage().split()[:2] for record in caplog.records] == [["COMPLETION", outcome]]
     assert found["request.duration",] == (0, 0.0)
     assert service.meter.totals.requests == 1
     assert service.meter.totals.failed_requests == (outcome != "cancelled")

@@ -12,16 +12,16 @@ from ctypes import c_int32
 
 import pytest
 
-from services.draft_worker.lookahead import can_use_idle_priority
 from services.engine.core.batch import SequenceInput
 from services.engine.loader import load_engine
+from services.own.lookahead import can_use_idle_priority
 from tests.support.engine_helpers import tiny_model
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
 
 UNPRIVILEGED = """
 import os, resource
-from services.draft_worker.lookahead import can_use_idle_priority
+from services.own.lookahead import can_use_idle_priority
 resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
 if os.getuid() == 0:
     os.setresuid(65534, 65534, 65534)

@@ -22,9 +22,9 @@ from gammaray.types import SamplingParams
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import InvalidModelError, UnsupportedModelError
 from services.engine.loader import load_engine
+from services.own.head_loading import load_local_drafter
+from services.own.target_scheduler import TargetScheduler
 from services.scheduling.planning import Limits
-from services.target_worker.loading import load_local_drafter
-from services.target_worker.scheduler import TargetScheduler
 from tests.support.drafter_helpers import make_drafter
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import DATA, as_official, bigram_head

@@ -17,7 +17,7 @@ from services.engine.loader import load_engine
 from services.engine.sampling.noise import Noise
 from services.heads.loading import load_head
 from services.heads.runner import head_engine
-from services.target_worker.loading import load_local_drafter
+from services.own.head_loading import load_local_drafter
 from tests.support.engine_helpers import VOCAB_SIZE, tiny_model
 from tests.support.head_helpers import DATA, VARIANTS, as_official, changed
 from tests.support.medusa_helpers import random_heads, write_own

@@ -15,7 +15,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.learning.folder import LearningFolder, RecordName
 from services.engine.core.model import load_model
 from services.engine.loader import load_engine
-from services.target_worker.loading import load_learning_drafter
+from services.own.head_loading import load_learning_drafter
 from services.train.draft_model import TrainableDraft
 from services.train.live.__main__ import train_until
 from services.train.live.trainer import Trainer

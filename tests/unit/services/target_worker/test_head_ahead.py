@@ -11,12 +11,12 @@ from gammaray.config import TargetSettings
 from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
+from services.own.head_loading import load_local_drafter
+from services.own.target_scheduler import TargetScheduler
 from services.scheduling.planning import Limits
 from services.speculation.head_drafter import MAX_FEATURES
 from services.speculation.local_drafter import LocalDrafter
 from services.target_worker import loading
-from services.target_worker.loading import load_local_drafter
-from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import DATA, bigram_head, bigram_target
 from tests.support.target_helpers import Run

@@ -10,11 +10,11 @@ from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
 from gammaray.types import Proposal, SamplingParams
 from services.engine.loader import load_engine
+from services.own.head_loading import load_local_drafter
+from services.own.target_scheduler import TargetScheduler
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MAX_WAIT_S
 from services.scheduling.planning import Limits
-from services.target_worker.loading import load_local_drafter
-from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import DATA
 from tests.support.late_masks import EOS, LateMasks, blocked, masked, steps_until

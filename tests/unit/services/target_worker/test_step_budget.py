@@ -8,9 +8,9 @@ from gammaray.blocks import Shape, Verdict
 from gammaray.config import TargetSettings
 from gammaray.types import Proposal, SamplingParams
 from services.engine.loader import load_engine
+from services.own.head_loading import load_local_drafter
+from services.own.target_scheduler import TargetScheduler
 from services.scheduling.planning import MIN_STEP_TOKENS, Limits
-from services.target_worker.loading import load_local_drafter
-from services.target_worker.scheduler import TargetScheduler
 from tests.support.engine_helpers import random_tokens
 from tests.support.head_helpers import bigram_head, bigram_target
 from tests.support.target_helpers import Run

@@ -7,7 +7,6 @@ import pytest
 from gammaray.config import DraftSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
-from services.draft_worker.worker import drafts_on_vllm
 from services.vllm.loading import check_draft
 from tests.support.engine_helpers import tiny_model
 
@@ -48,15 +47,3 @@ def test_drafters_and_settings_of_other_engines_are_refused(
     with pytest.raises(InvalidArgumentError, match=f"{words}.* with vLLM as the engine") as caught:
         check_draft(name, target, DraftSettings(**settings))
     assert caught.value.field == field
-
-
-@pytest.mark.parametrize(
-    ("weights", "engine", "is_vllm"),
-    [("auto", "auto", True), ("int8", "auto", False), ("auto", "vllm", True)],
-)
-def test_auto_leaves_a_drafter_that_vllm_cannot_serve_to_the_other_engines(
-    monkeypatch, draft, weights, engine, is_vllm
-):
-    monkeypatch.setattr("services.draft_worker.worker.uses_vllm", lambda engine, device: True)
-    settings = DraftSettings(engine=engine, draft_weights=weights)
-    assert drafts_on_vllm(draft, "", settings) == is_vllm

@@ -119,9 +119,7 @@ async def test_samples_have_their_index_and_their_own_gammaray():
 
 
 async def test_samples_run_at_once():
-    waiting = asyncio.Barrier(3) if hasattr(asyncio, "Barrier") else None
-    if waiting is None:
-        pytest.skip("needs Python 3.11; to enable: make clean test PYTHON=python3.11")
+    waiting = asyncio.Barrier(3)
     backend = ScriptedBackend(lambda request, number: waiting.wait())
     answer = await asyncio.wait_for(complete(backend, prompt="x", n=3), 10)
     assert len(answer.json()["choices"]) == 3

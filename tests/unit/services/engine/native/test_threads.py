@@ -22,7 +22,7 @@ from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.native import weights
 from services.engine.native.library import kernel_threads, open_kernel, usable_variants, use_threads
-from services.target_worker.loading import load_local_drafter
+from services.own.head_loading import load_local_drafter
 from tests.support.engine_helpers import random_tokens, tiny_model
 
 

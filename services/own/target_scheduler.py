@@ -22,6 +22,7 @@ from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.learning.drafter import LearningDrafter
+from services.own.prompt_scores import PromptScores
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MAX_WAIT_S, MaskThreads
 from services.scheduling.metrics import AheadStats
@@ -30,7 +31,6 @@ from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import Reply, VerifyTask
 from services.speculation.local_drafter import LocalDrafter
-from services.target_worker.prompt_scores import PromptScores
 from services.verification.verdicts import judge, token_logprobs
 
 

@@ -2,7 +2,7 @@
 
 Each forward feeds every drafting session the nodes that its proposal lacks: one token for a chain, a level
 for a tree; a chain that is the only block takes several forwards in one call. When no block is left,
-forwards go to `services.draft_worker.lookahead`. An arriving block waits for at most one small forward: it
+forwards go to `services.own.lookahead`. An arriving block waits for at most one small forward: it
 stops a call of several.
 """
 
@@ -17,17 +17,16 @@ from typing import ClassVar, cast
 from torch import Tensor
 
 from gammaray.types import Proposal
-from services.draft_worker.lookahead import Lookahead
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
-from services.learning.learner import LearningDraftModel
+from services.own.lookahead import Lookahead
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import Prepared, ProposeTask, Reply, Timing
+from services.scheduling.tasks import ProposeTask, Reply, Timing
 from services.speculation.drafting import PendingProposal
 from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.speculation.predictor import DraftModel
@@ -72,7 +71,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
         weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Upper bound of tokens in one forward of draft-ahead; 0 switches it off.
         translation: The vocabularies, if the target's is another one.
-        learning: The draft model's versions, if it is trained while it serves.
 
     Attributes:
         lookahead: Draft-ahead, and its counters.
@@ -91,7 +89,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
         ahead_rows: int,
         translation: Translation | None = None,
         grammars: Grammars | None = None,
-        learning: LearningDraftModel | None = None,
     ) -> None:
         super().__init__(engine, limits, None if translation is None else translation.target_size, grammars)
         self._stop = c_int32()
@@ -101,16 +98,6 @@ class DraftScheduler(Scheduler[ProposeTask]):
             self.meter.watch_ahead(self.lookahead.stats)
         self._model = DraftModel(engine, top_k=draft_top_k, bits=weight_bits, translation=translation)
         self.speculations: dict[str, Speculation] = {}
-        self._learning = learning
-        if learning is not None:
-            engine.serve_versions(learning.runner_of)
-            self.meter.watch_first_tokens(learning.versions.first_tokens)
-
-    def close(self) -> None:
-        """End what trains, too."""
-        if self._learning is not None:
-            self._learning.close()
-        super().close()
 
     def load(self) -> LoadCounters:
         counters = super().load()
@@ -143,21 +130,13 @@ class DraftScheduler(Scheduler[ProposeTask]):
     def step(self) -> list[tuple[ProposeTask, Reply]]:
         """Serve as many blocks as fit, or draft ahead when there are none; return the answers."""
         if self.lookahead is not None and self.is_idle:
-            return [
-                (one.task, Reply(0, one.task.session_id, self._named(one))) for one in self.lookahead.step()
-            ]
+            return [(one.task, Reply(0, one.task.session_id, one)) for one in self.lookahead.step()]
         for running in self._running.values():
             block = cast("_DraftBlock", running)
             if not (block.pending.is_at_root or block.pending.speculation.is_held):
                 block.pending.restart()  # the session's cache was evicted
                 block.advance()
         return super().step()
-
-    def _named(self, prepared: Prepared) -> Prepared:
-        if self._learning is None:
-            return prepared
-        proposal = self._learning.named(prepared.task.session_id, prepared.proposal)
-        return replace(prepared, proposal=proposal)
 
     def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
         super()._reply(task, None if task.is_notice else outcome, timing)
@@ -167,29 +146,11 @@ class DraftScheduler(Scheduler[ProposeTask]):
         if self.lookahead is not None:
             self.lookahead.drop(session.session_id)
         super()._forget(session)
-        if self._learning is not None:
-            self._learning.end(session)
-
-    def _forget_prefix(self, session_id: str) -> None:
-        if self._learning is not None:
-            self._learning.forget(session_id)
-        super()._forget_prefix(session_id)
-
-    def _salt(self, session: SessionCopy) -> str | None:
-        """Return the salt of a session's cache, which other versions do not share."""
-        salt = super()._salt(session)
-        if salt is None or self._learning is None:
-            return salt
-        return f"{self._learning.number_of(session.session_id)}/{salt}"
 
     def _match_cache(self, session: SessionCopy) -> None:
         """Move the root of the session's tree to its last token; begin a new tree if it lacks that node."""
         if self.lookahead is not None:
             self.lookahead.drop(session.session_id)
-        if self._learning is not None and self._learning.follow(session):
-            self.speculations.pop(session.session_id, None)
-            self.engine.truncate(session.session_id, 0)
-            self.engine.share(session.session_id, self._salt(session))
         speculation = self.speculations.get(session.session_id)
         if speculation is None:
             speculation = self.speculations[session.session_id] = Speculation(self._model, session)
@@ -235,5 +196,4 @@ class DraftScheduler(Scheduler[ProposeTask]):
         pending = block.pending
         if self.lookahead is not None:
             self.lookahead.add(pending.speculation, block.task, is_hit=not pending.is_fed)
-        proposal = pending.reading.proposal()
-        return proposal if self._learning is None else self._learning.expect(block.session, proposal)
+        return pending.reading.proposal()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import gammaray
-from gammaray.config import ClusterSettings, TargetSettings
-from gammaray.deploy.engines import SUPPORTED_VLLM, check_engine, vllm_build
+from gammaray.config import ClusterSettings, DraftSettings, TargetSettings
 from gammaray.deploy.serve_config import role_settings
+from gammaray.engines import SUPPORTED_VLLM, check_installed, vllm_build
 from gammaray.errors import InvalidArgumentError
 
 ROOT = Path(gammaray.__file__).parents[1]
@@ -38,25 +38,20 @@ def test_build_is_that_of_the_distribution(installed, name, version, device):
     assert vllm_build() == ("", "")
     installed(name, version)
     assert vllm_build() == (version, device)
-    check_engine("vllm", "auto")
-    check_engine("vllm", device)
+    check_installed("vllm", "auto")
+    check_installed("vllm", device)
     other = "cpu" if device == "cuda" else "cuda"
     with pytest.raises(InvalidArgumentError, match=f"device: got {other}, allowed: auto or {device}"):
-        check_engine("vllm", other)
+        check_installed("vllm", other)
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.320.0", "1.0"])
 def test_other_version_is_refused_with_the_supported_one(installed, version):
     installed("vllm", version)
     with pytest.raises(InvalidArgumentError) as refused:
-        check_engine("vllm", "auto")
+        check_installed("vllm", "auto")
     assert version in refused.value.got
     assert f"vllm {SUPPORTED_VLLM}" in refused.value.allowed
-
-
-def test_kernel_does_not_run_on_a_gpu():
-    with pytest.raises(InvalidArgumentError, match="device: got cuda, allowed: auto or cpu with the engine"):
-        check_engine("native", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +71,43 @@ def test_settings_that_vllm_does_not_serve_are_refused(given, words):
     with pytest.raises(InvalidArgumentError, match=words):
         TargetSettings(engine="vllm", **given)
     TargetSettings(engine="auto", **given)
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "words"),
+    [
+        ("native", {"device": "cuda"}, "device: got cuda, allowed: auto or cpu with the engine native"),
+        ("native", {"tensor_parallel": 2}, "tensor_parallel: got 2, allowed: 1 with the engine native"),
+        ("transformers", {"lora": "a=/a"}, "lora: got a=/a, allowed: empty with the engine transformers"),
+        (
+            "transformers",
+            {"deterministic": True},
+            "engine: got transformers, allowed: auto or native with deterministic",
+        ),
+        (
+            "auto",
+            {"deterministic": True, "dtype": "bfloat16"},
+            "dtype: got bfloat16, allowed: auto or float32",
+        ),
+    ],
+)
+def test_settings_that_other_engines_do_not_serve_are_refused(engine, given, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        TargetSettings(engine=engine, **given)
+
+
+def test_vllm_learns_for_all_tenants_together(tmp_path):
+    given = {"engine": "vllm", "head": "h", "learn": str(tmp_path)}
+    ClusterSettings(**given)
+    with pytest.raises(InvalidArgumentError, match=r"learn: .* empty with the engine vllm and API keys"):
+        ClusterSettings(**given, api_keys_file=str(tmp_path / "keys"))
+    ClusterSettings(**{**given, "engine": "native"}, api_keys_file=str(tmp_path / "keys"))
+
+
+def test_draft_weights_of_a_target_without_a_head_have_no_effect():
+    TargetSettings(engine="vllm", draft_weights="int8")
+    with pytest.raises(InvalidArgumentError, match="draft_weights"):
+        DraftSettings(engine="vllm", draft_weights="int8")
 
 
 def test_engine_of_a_cluster_is_that_of_its_workers():

@@ -1,0 +1,73 @@
+"""CI begins as on a bare machine, and tests send Ctrl-C to programs wherever they run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.programs import PROGRAMS
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = [name for program in PROGRAMS.values() for name in program.names]
+WAIT_S = 120.0
+
+RECORDING_MAKE = """#!/bin/sh
+for name in %s; do command -v $name > /dev/null && seen="$seen $name"; done
+echo "make $*:$seen" >> "$RECORD"
+"""
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Environment of a machine where all programs are installed, and where `make` records its calls."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "make").write_text(RECORDING_MAKE % " ".join(NAMES))
+    (folder / "other").symlink_to("/bin/true")
+    for name in NAMES:
+        (folder / name).symlink_to("/bin/true")
+    (folder / "make").chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record")}
+
+
+def test_ci_installs_and_tests_without_the_programs_first(machine):
+    done = subprocess.run(
+        [ROOT / ".ci/run"], env=machine, check=True, timeout=WAIT_S, capture_output=True, text=True
+    )
+    (hidden,) = [line for line in done.stdout.splitlines() if line.startswith("bare: hidden: ")]
+    assert all(f"/bin/{name}" in hidden for name in NAMES)
+    first, *rest = Path(machine["RECORD"]).read_text().splitlines()
+    assert first == "make install test:"
+    targets = [target for line in rest for target in line.removeprefix("make ").partition(":")[0].split()]
+    assert targets == ["test-programs", "lint", "test-needs", "test-more", "test-vllm"]
+    assert all(line.endswith(f": {' '.join(NAMES)}") for line in rest)
+
+
+def test_bare_machine_keeps_other_programs_python_and_the_status(machine):
+    script = 'other && echo "$PYTHON" && exit 7'
+    command = [sys.executable, ROOT / ".ci/bare.py", "sh", "-c", script]
+    done = subprocess.run(command, env=machine, check=False, timeout=WAIT_S, capture_output=True, text=True)
+    assert done.returncode == 7
+    assert done.stdout.splitlines()[-1] == machine.get("PYTHON", sys.executable)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_programs_that_tests_start_are_interrupted_where_sigint_is_ignored(ignored):
+    code = (
+        "import signal, subprocess, sys\n"
+        f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "import tests.conftest\n"
+        "code = 'import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)'\n"
+        "subprocess.run([sys.executable, '-c', code], check=True)\n"
+        "if sys.argv[1:]: signal.raise_signal(signal.SIGINT)\n"
+    )
+    # Where these tests themselves are started with SIGINT ignored, this process has a handler by now.
+    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    command = [sys.executable, "-c", code, *(["raise"] if ignored else [])]
+    done = subprocess.run(command, cwd=ROOT, check=True, timeout=WAIT_S, capture_output=True, text=True)
+    assert done.stdout == "True\n"

@@ -1,0 +1,88 @@
+"""Which engine a worker gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from gammaray import engines
+from gammaray.config import DraftSettings, TargetSettings
+from gammaray.errors import InvalidArgumentError
+from services.engines import choice
+from services.engines.choice import choose, choose_for_draft
+
+
+@pytest.fixture(params=[True, False], ids=["vllm", "no vllm"])
+def has_vllm(request, monkeypatch) -> bool:
+    """Pretend that there is a GPU, and vLLM's build for it or none."""
+    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engines, "vllm_build", lambda: ("0.32.0", "cuda") if request.param else ("", ""))
+    return request.param
+
+
+def chosen(**given) -> str:
+    return choose(TargetSettings(model="m", **given)).facts.name
+
+
+def test_auto_is_vllm_where_it_is_installed_and_there_is_a_gpu(has_vllm, monkeypatch):
+    expected = "vllm" if has_vllm else "native"
+    assert chosen() == chosen(device="cuda") == expected
+    assert chosen(device="cpu") == "native"
+    assert [chosen(engine=name) for name in engines.ENGINES] == list(engines.ENGINES)
+    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: False)
+    assert chosen() == "native"
+
+
+def test_auto_is_not_a_vllm_that_is_built_for_cpus(monkeypatch):
+    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engines, "vllm_build", lambda: ("0.32.0+cpu", "cpu"))
+    assert chosen() == "native"
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"head": "h", "draft_weights": "int8"}, "draft_weights"),
+        ({"deterministic": True}, "deterministic"),
+    ],
+)
+def test_auto_is_another_engine_for_what_vllm_does_not_serve(has_vllm, caplog, given, field):
+    assert chosen(**given) == "native"
+    assert (f"the engine is not vllm: {field}: got " in caplog.text) is has_vllm
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel: got 2, allowed: 1: vLLM is not the engine here"),
+        ({"lora": "a=/a"}, "lora: got a=/a, allowed: empty: vLLM is not the engine here"),
+    ],
+)
+def test_auto_refuses_what_only_vllm_serves_where_it_is_another_engine(has_vllm, given, words):
+    if has_vllm:
+        assert chosen(**given) == "vllm"
+    else:
+        with pytest.raises(InvalidArgumentError, match=words):
+            chosen(**given)
+
+
+@pytest.mark.parametrize(
+    ("weights", "engine", "expected"),
+    [("auto", "auto", "vllm"), ("int8", "auto", "native"), ("auto", "vllm", "vllm")],
+)
+def test_auto_leaves_a_drafter_that_vllm_does_not_serve_to_the_own_engine(
+    monkeypatch, weights, engine, expected
+):
+    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engines, "vllm_build", lambda: ("0.32.0", "cuda"))
+    monkeypatch.setattr(choice.VllmEngine, "refuse_draft", lambda *_: None)
+    settings = DraftSettings(engine=engine, draft_weights=weights)
+    assert choose_for_draft("draft", "", settings).facts.name == expected
+
+
+def test_auto_leaves_a_drafter_of_another_form_to_the_own_engine(monkeypatch):
+    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engines, "vllm_build", lambda: ("0.32.0", "cuda"))
+    obstacle = InvalidArgumentError("model", "d", "a causal model")
+    monkeypatch.setattr(choice.VllmEngine, "refuse_draft", lambda *_: obstacle)
+    assert choose_for_draft("draft", "", DraftSettings()).facts.name == "native"
+    assert choose_for_draft("draft", "", DraftSettings(engine="vllm")).facts.name == "vllm"
