@@ -20,8 +20,6 @@ upgraded and rolled back in steps. Both exit with 1 when the tokens of a client 
 or a request does not end by its deadline.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -1,7 +1,5 @@
 """Ways to draft for a stream: every drafter alone, and mixtures. None of them may change a token."""
 
-from __future__ import annotations
-
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

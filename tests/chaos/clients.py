@@ -1,7 +1,5 @@
 """Clients of both APIs that keep asking; what each request got is compared with plain decoding."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

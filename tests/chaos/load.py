@@ -1,7 +1,5 @@
 """What streams ask for, each drafted in its own way, and what plain decoding says to it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -1,7 +1,5 @@
 """The demo target with another vocabulary: fewer merges, and other ids for the tokens that remain."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Error replies of the Redis of a chaos run, under load."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

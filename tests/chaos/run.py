@@ -1,7 +1,5 @@
 """A run: troubles one after the other under load, and what each client got meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re

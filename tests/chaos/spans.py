@@ -1,7 +1,5 @@
 """What clients got during an event of a run, such as a strike, a fault or an upgrade, and the report."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import statistics

@@ -1,7 +1,5 @@
 """Clusters of chaos runs, by what drafts: draft workers with a model, or a head; and what befalls them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import shutil

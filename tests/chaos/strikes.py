@@ -1,7 +1,5 @@
 """Kills and stops of a cluster's processes, and error replies of Redis, in an order that a seed decides."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

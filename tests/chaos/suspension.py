@@ -1,7 +1,5 @@
 """Suspends an orchestrator that owns sessions, and resumes it after they have ended elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import uuid

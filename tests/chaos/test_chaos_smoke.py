@@ -1,7 +1,5 @@
 """Short chaos: every role is killed under every drafter and no token changes; the harness detects losses."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

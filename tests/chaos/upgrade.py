@@ -1,7 +1,5 @@
 """A `--upgrade` run: a cluster of two versions, in both orders, and rolling upgrades under load."""
 
-from __future__ import annotations
-
 import json
 import select
 import subprocess

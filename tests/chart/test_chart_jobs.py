@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.chart.chart_helpers import (
-    EVERYTHING,
+    CHART,
     NAME,
     ROLES,
+    ROOT,
+    at,
     container,
     environment,
     groups,
     merged,
     of_component,
     passing_pods,
-    pods,
+    release,
     render,
 )
 from tests.support.tls_helpers import Authority, role_certificates
@@ -104,7 +106,7 @@ def make_password(account, answer):
     return ended, answers.asked
 
 
-def test_password_is_made_as_a_secret_of_the_release(account):
+def test_password_is_made_as_a_secret_of_the_release_once_and_a_refusal_fails_the_job(account):
     ended, ((method, path, headers, body),) = make_password(account, lambda *_: (201, {}, b"{}"))
     assert ended.returncode == 0, ended.stderr
     assert (method, path) == ("POST", "/api/v1/namespaces/somewhere/secrets")
@@ -116,29 +118,11 @@ def test_password_is_made_as_a_secret_of_the_release(account):
     assert len(password) == 43
     assert password not in ended.stdout + ended.stderr
     assert body != make_password(account, lambda *_: (201, {}, b"{}"))[1][0][3]
-    reference = environment(groups()["draft"]["template"])["GAMMARAY_REDIS_PASSWORD"]["secretKeyRef"]
-    assert reference == {"name": secret["metadata"]["name"], "key": "password"}
-
-
-@pytest.mark.parametrize(("status", "code"), [(409, 0), (403, 1)], ids=["exists", "forbidden"])
-def test_existing_password_is_kept_and_a_rejected_one_fails_the_job(account, status, code):
-    ended, asked = make_password(account, lambda *_: (status, {}, b"the reason"))
-    assert ended.returncode == code
-    assert [method for method, *_ in asked] == ["POST"]
-    assert ("the reason" in ended.stderr) is bool(code)
-
-
-def test_password_job_runs_before_other_pods_and_may_only_create_secrets():
-    manifests = render()
-    names = ["serviceaccount", "role", "rolebinding", "job"]
-    hooks = [manifests[f"{name}-redis-password.yaml"]["metadata"]["annotations"] for name in names]
-    assert {hook["helm.sh/hook"] for hook in hooks} == {"pre-install,pre-upgrade"}
-    *earlier, last = [int(hook["helm.sh/hook-weight"]) for hook in hooks]
-    assert max(earlier) < last
-    assert all("hook-succeeded" in hook["helm.sh/hook-delete-policy"] for hook in hooks)
-    assert manifests["role-redis-password.yaml"]["rules"] == [
-        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}
-    ]
+    for status, code in ((409, 0), (403, 1)):  # it exists; it is forbidden
+        ended, asked = make_password(account, lambda *_, status=status: (status, {}, b"the reason"))
+        assert ended.returncode == code
+        assert [method for method, *_ in asked] == ["POST"]
+        assert ("the reason" in ended.stderr) is bool(code)
 
 
 class Hub:
@@ -170,21 +154,24 @@ class Hub:
         return 200, {"ETag": f'"{hash(name):x}"', "X-Repo-Commit": commit, "content-length": len(data)}, data
 
 
+def download(values, folder, answer):
+    """Run the download job in a folder; return how it ended, its mark, and its variables."""
+    command, mark = container(passing_pods(values)["models"])["command"], folder / "ready" / "mark"
+    moved = [str(mark) if part.startswith("/models/ready/") else part for part in command]
+    with serving(Answers(answer)) as port:
+        env = {"HF_HOME": str(folder), "HOME": str(folder), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+        return run({"command": moved}, env=env), mark, env
+
+
 @pytest.mark.slow
 def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(tmp_path):
     from gammaray.demo_pair import resolve_model
 
     hub = Hub(Path(resolve_model("demo", "draft")))
     values = {"modelCache": {"enabled": True}, "models": {"target": "team/small", "draft": "team/small"}}
-    only = container(passing_pods(values)["models"])
-    (mark,) = [part for part in only["command"] if part.startswith("/models/ready/")]
-    here = tmp_path / "ready" / "mark"
-    moved = {"command": [str(here) if part == mark else part for part in only["command"]]}
-    with serving(Answers(hub)) as port:
-        env = {"HF_HOME": str(tmp_path), "HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
-        ended = run(moved, env=env)
+    ended, mark, env = download(values, tmp_path, hub)
     assert ended.returncode == 0, ended.stderr
-    assert here.is_file()
+    assert mark.is_file()
     assert hub.fetched == hub.files.keys() - {"pytorch_model.bin", "model.gguf", "onnx/model.onnx"}
     # As the pods read it: by name, without the hub.
     code = "from transformers import AutoConfig, AutoTokenizer\nname = 'team/small'\n"
@@ -197,65 +184,44 @@ def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(t
 
 @pytest.mark.slow
 def test_failed_download_leaves_no_mark(tmp_path):
-    only = container(passing_pods(DOWNLOADS)["models"])
-    here = tmp_path / "ready" / "mark"
-    command = [str(here) if part.startswith("/models/ready/") else part for part in only["command"]]
-    with serving(Answers(lambda *_: (404, {"X-Error-Code": "RepoNotFound"}, b"{}"))) as port:
-        env = {"HF_HOME": str(tmp_path), "HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
-        ended = run({"command": command}, env=env)
+    ended, mark, _ = download(DOWNLOADS, tmp_path, lambda *_: (404, {"X-Error-Code": "RepoNotFound"}, b"{}"))
     assert ended.returncode == 1
     assert "team/large" in ended.stderr
-    assert not here.exists()
+    assert not mark.exists()
 
 
-def test_pods_that_need_models_wait_for_the_job():
-    job = container(passing_pods(DOWNLOADS)["models"])
-    assert job["command"][-2:] == ["team/large", "team/small"]
-    found = groups(DOWNLOADS)
+def test_pods_that_need_models_wait_for_the_job(tmp_path):
+    job, pods = container(passing_pods(DOWNLOADS)["models"]), release(DOWNLOADS)
     for role in ROLES:
-        spec = found[role]["template"]["spec"]
-        waits = [entry for entry in spec.get("initContainers", []) if entry["name"] == "wait-for-models"]
-        assert bool(waits) is (role != "head")
-        assert ("HF_HUB_OFFLINE" in environment(found[role]["template"])) is (role != "head")
-        if waits:
-            (wait,) = waits
-            assert wait["image"] == container(found[role]["template"])["image"]
-            assert wait["command"][-1] == job["command"][-3]
-            assert {"name": "models", "mountPath": "/models", "readOnly": True} in wait["volumeMounts"]
-
-
-def test_wait_ends_when_the_file_exists_or_at_the_timeout(tmp_path):
-    (wait, *_) = groups(DOWNLOADS)["draft"]["template"]["spec"]["initContainers"]
-    program, seconds, *rest = wait["command"]
+        waits = at(pods, f"pods {role} initContainers wait-for-models") if role != "head" else None
+        assert (at(pods, f"env {role} HF_HUB_OFFLINE") is None) is (role == "head")
+        if role == "head":
+            assert "initContainers" not in pods["pods"][role]
+            continue
+        assert waits["image"] == pods["containers"][role]["image"]
+        assert waits["command"][-1] == job["command"][-3]
+        assert {"name": "models", "mountPath": "/models", "readOnly": True} in waits["volumeMounts"]
+    program, seconds, *rest = waits["command"]
     assert (program, seconds) == ("timeout", "7200")
-    here = tmp_path / "mark"
-    command = [program, "1", *rest[:-1], str(here)]
+    command = [program, "1", *rest[:-1], str(tmp_path / "mark")]
     assert subprocess.run(command, timeout=60).returncode == 124
-    here.touch()
+    (tmp_path / "mark").touch()
     assert subprocess.run(command, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("values", "models"),
-    [
+def test_download_job_exists_only_for_hub_models_in_a_shared_volume():
+    for values, models in (
         ({"models": {"target": "team/large"}}, ["team/large"]),
         ({"models": {"target": "a/b", "draft": "a/b"}}, ["a/b"]),
         ({"models": {"target": "a/b", "draft": "early-exit:4"}}, ["a/b"]),
         ({"models": {"target": "a/b", "draft": "c/d"}, "draft": {"workers": "0"}}, ["a/b"]),
+        (DOWNLOADS, ["team/large", "team/small"]),
         ({"models": {"target": "/data/m", "draft": "demo"}}, None),
         ({"models": {"target": "a/b"}, "modelCache": {"download": {"enabled": False}}}, None),
         ({"models": {"target": "a/b"}, "modelCache": {"enabled": False}}, None),
-    ],
-)
-def test_download_job_exists_only_for_hub_models_in_a_shared_volume(values, models):
-    cache = {"enabled": True, **values.get("modelCache", {})}
-    found = passing_pods({**values, "modelCache": cache})
-    assert ("models" in found) is (models is not None)
-    if models:
-        command = container(found["models"])["command"]
-        assert (
-            command[command.index(next(c for c in command if c.startswith("/models/ready"))) + 1 :] == models
-        )
+    ):
+        command = at(release(merged({"modelCache": {"enabled": True}}, values)), "containers models command")
+        assert (command and command[4:]) == models
 
 
 def test_changed_models_images_and_placement_change_the_name_of_the_job():
@@ -274,37 +240,18 @@ def test_changed_models_images_and_placement_change_the_name_of_the_job():
     assert len(marks) == 2  # a new image finds the models that are there
 
 
-def test_model_storage_is_bounded():
-    for role in ROLES:
-        volumes = {v["name"]: v for v in groups()[role]["template"]["spec"]["volumes"]}
-        assert volumes["models"]["emptyDir"] == {"sizeLimit": "100Gi"}
-    small = groups({"draft": {"modelsSize": "5Gi"}})["draft"]["template"]["spec"]["volumes"]
-    assert {"name": "models", "emptyDir": {"sizeLimit": "5Gi"}} in small
-    for template in (*pods(EVERYTHING).values(), *passing_pods(EVERYTHING).values()):
-        for volume in template["spec"].get("volumes", []):
-            assert volume.get("emptyDir") != {} or volume["name"] == "extra"
-
-
-@pytest.mark.parametrize(
-    ("raylet", "control", "status"), [(200, 200, 0), (503, 200, 1), (200, 503, 1), (200, None, 1)]
-)
-def test_head_is_alive_only_if_its_node_and_its_control_service_respond(raylet, control, status):
+def test_head_is_alive_only_if_its_node_and_its_control_service_respond():
     command = container(groups()["head"]["template"])["livenessProbe"]["exec"]["command"]
-    assert command[-2:] == [
-        "http://127.0.0.1:52365/api/local_raylet_healthz",
-        "http://127.0.0.1:8265/api/gcs_healthz",
-    ]
-    with serving(Answers(lambda *_: (raylet, {}, b"success"))) as first:
-        with serving(Answers(lambda *_: (control or 200, {}, b"success"))) as second:
-            if control is not None:
-                ended = run({"command": [*command[:-2], *urls(first, second)]})
-        if control is None:  # nothing listens any more
-            ended = run({"command": [*command[:-2], *urls(first, second)]})
-    assert ended.returncode == status
-
-
-def urls(*ports):
-    return [f"http://127.0.0.1:{port}/" for port in ports]
+    ports = ("52365/api/local_raylet_healthz", "8265/api/gcs_healthz")
+    assert command[-2:] == [f"http://127.0.0.1:{port}" for port in ports]
+    for raylet, control, status in ((200, 200, 0), (503, 200, 1), (200, 503, 1), (200, None, 1)):
+        with serving(Answers(lambda *_, raylet=raylet: (raylet, {}, b"success"))) as first:
+            with serving(Answers(lambda *_, control=control: (control or 200, {}, b"success"))) as second:
+                urls = [f"http://127.0.0.1:{port}/" for port in (first, second)]
+                ended = run({"command": [*command[:-2], *urls]})
+            if control is None:  # nothing listens any more
+                ended = run({"command": [*command[:-2], *urls]})
+        assert ended.returncode == status
 
 
 def helm_test(answer, values=None, **env):
@@ -326,25 +273,37 @@ def completion(method, path, body):
 
 def test_helm_test_asks_for_health_and_a_completion_with_its_key():
     values = {"apiKeysSecret": {"name": "k"}, "helmTest": {"apiKeySecret": {"name": "t", "key": "key"}}}
-    pod, service = passing_pods(values)["test"], render(values)["service-http.yaml"]
-    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
-    port = service["spec"]["ports"][0]["port"]
-    assert f"http://{service['metadata']['name']}:{port}" in container(pod)["command"]
-    reference = environment(pod)["GAMMARAY_API_KEY"]
-    assert reference == {"secretKeyRef": {"name": "t", "key": "key"}}
     ended, asked = helm_test(completion, values, GAMMARAY_API_KEY="gr_x")
     assert ended.returncode == 0, ended.stderr
     assert [(method, path) for method, path, *_ in asked] == [("GET", "/health"), ("POST", "/v1/completions")]
     assert asked[-1][2]["authorization"] == "Bearer gr_x"
 
 
-@pytest.mark.parametrize(
-    ("keys", "status", "code"), [("k", 401, 0), ("k", 200, 1), ("k", 500, 1), ("", 401, 1), ("", 500, 1)]
-)
-def test_helm_test_without_a_key_expects_a_rejection_if_keys_are_required(keys, status, code):
-    def answer(method, path, body):
-        return (status, {}, b"{}") if path != "/health" else completion(method, path, body)
+def test_helm_test_without_a_key_expects_a_rejection_if_keys_are_required():
+    for keys, status, code in (("k", 401, 0), ("k", 200, 1), ("k", 500, 1), ("", 401, 1), ("", 500, 1)):
 
-    ended, _ = helm_test(answer, {"apiKeysSecret": {"name": keys}})
-    assert ended.returncode == code
-    assert (f": {status} " in ended.stderr) is bool(code)
+        def answer(method, path, body, status=status):
+            return (status, {}, b"{}") if path != "/health" else completion(method, path, body)
+
+        ended, _ = helm_test(answer, {"apiKeysSecret": {"name": keys}})
+        assert ended.returncode == code
+        assert (f": {status} " in ended.stderr) is bool(code)
+
+
+@pytest.mark.slow
+def test_head_can_build_every_application_without_torch():
+    """Serve builds the applications on the head, whose image has no torch."""
+    code = (
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def hide(name, *rest): return None if name.partition('.')[0] == 'torch' else find(name, *rest)\n"
+        "PathFinder.find_spec = hide\n"
+        "import services.serve.app, orchestrator.app, yaml\n"
+        f"for entry in yaml.safe_load(open({str(CHART / 'files/serve.yaml')!r}))['applications']:\n"
+        "    module, _, function = entry['import_path'].partition(':')\n"
+        "    getattr(sys.modules[module], function)(entry['args'])\n"
+        "print('built')\n"
+    )
+    ended = run({"command": ["python", "-c", code]}, env={"PYTHONPATH": str(ROOT)})
+    assert ended.stdout == "built\n", ended.stderr

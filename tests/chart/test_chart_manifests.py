@@ -1,18 +1,31 @@
-"""Every manifest of every variant: lint, schemas, which find planted errors, names, one test per template."""
+"""Every manifest of every variant: lint, schemas, names, references; values are documented."""
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
 
 import helm_python
+import jsonschema
 import pytest
+import yaml
 
 from tests.support.chart.chart_helpers import (
     CHART,
+    EVERYTHING,
     NAME,
     NAMESPACE,
+    REGISTRY,
     RELEASE,
+    ROOT,
     VARIANTS,
+    chart,
     container,
+    every_pod,
     merged,
     passing_pods,
     pods,
+    read_yaml,
     render,
     render_texts,
 )
@@ -20,7 +33,7 @@ from tests.support.chart.manifest_schemas import (
     InvalidManifestError,
     check,
     check_by_kuberay,
-    check_pod,
+    check_release,
     needs_kuberay,
 )
 
@@ -68,47 +81,31 @@ DIFFERENCES = [
 ]
 """Values, and the templates that they add to or remove from those of the defaults."""
 
-variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+LONG = "a-release-with-a-very-long-name-that-goes-on-and-on"
 
 
-@variants
-def test_lint_finds_nothing(values):
-    report = helm_python.lint(CHART, values, strict=True, namespace=NAMESPACE)
-    assert report["errors"] == []
-    assert [message for message in report["messages"] if message["severity"] > 1] == []
-
-
-@variants
-def test_every_manifest_fits_its_schema(values):
-    for manifest in render(values).values():
-        check(manifest)
-    for template in (*pods(values).values(), *passing_pods(values).values()):
-        check_pod(template)
+def test_lint_schemas_and_names_of_every_variant_are_right():
+    for values in VARIANTS.values():
+        report = helm_python.lint(CHART, values, strict=True, namespace=NAMESPACE)
+        assert report["errors"] == []
+        assert [message for message in report["messages"] if message["severity"] > 1] == []
+        check_release(values)
+        for file, manifest in render(values, name=LONG).items():
+            assert len(manifest["metadata"]["name"]) <= 63, file
+            assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == LONG
+        assert all("namespace" not in template["metadata"] for template in pods(values).values())
+        for manifest in render(values).values():
+            assert "namespace" not in manifest["metadata"]
+            assert manifest["metadata"]["name"].startswith(NAME)
+            assert manifest["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+            assert manifest["kind"] != "Secret"
+    assert render(name="my-gammaray")["rayservice.yaml"]["metadata"]["name"] == "my-gammaray"
 
 
 @needs_kuberay
-@variants
-def test_rayservice_fits_kuberays_schema(values):
-    check_by_kuberay(render(values)["rayservice.yaml"])
-
-
-@variants
-def test_names_are_of_the_release_not_too_long_and_without_a_namespace(values):
-    long = "a-release-with-a-very-long-name-that-goes-on-and-on"
-    for file, manifest in render(values, name=long).items():
-        assert len(manifest["metadata"]["name"]) <= 63, file
-        assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == long
-    assert all("namespace" not in template["metadata"] for template in pods(values).values())
-    for manifest in render(values).values():
-        assert "namespace" not in manifest["metadata"]
-        assert manifest["metadata"]["name"].startswith(NAME)
-        assert manifest["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
-
-
-def test_name_overrides_are_applied():
-    assert render({"nameOverride": "x"})["rayservice.yaml"]["metadata"]["name"] == "demo-x"
-    assert render({"fullnameOverride": "y"})["service-grpc.yaml"]["metadata"]["name"] == "y-grpc"
-    assert render(name="my-gammaray")["rayservice.yaml"]["metadata"]["name"] == "my-gammaray"
+def test_rayservices_fit_kuberays_schema():
+    for values in VARIANTS.values():
+        check_by_kuberay(render(values)["rayservice.yaml"])
 
 
 def test_values_add_and_remove_templates():
@@ -121,99 +118,189 @@ def test_values_add_and_remove_templates():
     assert seen == {name for name in templates if not name.startswith("_")}
 
 
-@variants
-def test_references_name_rendered_resources(values):
+def test_references_name_rendered_resources():
     """ConfigMaps, Secrets, claims, Services and service accounts of the release's own exist."""
-    manifests = render(values).values()
-    made = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
-    made |= {("Secret", m["spec"]["secretName"]) for m in manifests if m["kind"] == "Certificate"}
-    if makes := passing_pods(values).get("redis-password"):
-        made.add(("Secret", container(makes)["command"][3]))
-    wanted = set(references(list(manifests)))
-    assert {pair for pair in wanted if pair[1].startswith(NAME)} <= made
+    for values in VARIANTS.values():
+        manifests = render(values).values()
+        made = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
+        made |= {("Secret", m["spec"]["secretName"]) for m in manifests if m["kind"] == "Certificate"}
+        if makes := passing_pods(values).get("redis-password"):
+            made.add(("Secret", container(makes)["command"][3]))
+        assert {pair for pair in references(list(manifests)) if pair[1].startswith(NAME)} <= made
+
+
+REFERENCES = {
+    "serviceAccountName": ("ServiceAccount", lambda value: value),
+    "secretName": ("Secret", lambda value: value),
+    "secretKeyRef": ("Secret", lambda value: value["name"]),
+    "claimName": ("PersistentVolumeClaim", lambda value: value),
+}
+"""Key -> the kind that it refers to, and its name in the value."""
 
 
 def references(node):
-    if isinstance(node, list):
-        for entry in node:
-            yield from references(entry)
-    if not isinstance(node, dict):
-        return
-    for key, value in node.items():
-        if key == "serviceAccountName":
-            yield "ServiceAccount", value
-        elif key == "secretName":
-            yield "Secret", value
-        elif key == "secretKeyRef":
-            yield "Secret", value["name"]
-        elif key == "configMap" and "name" in value:
-            yield "ConfigMap", value["name"]
-        elif key == "claimName":
-            yield "PersistentVolumeClaim", value
-        elif key == "service" and isinstance(value, dict) and "name" in value:
-            yield "Service", value["name"]
+    for entry in node if isinstance(node, list) else ():
+        yield from references(entry)
+    for key, value in node.items() if isinstance(node, dict) else ():
+        if key in REFERENCES:
+            kind, name_of = REFERENCES[key]
+            yield kind, name_of(value)
+        elif key in ("configMap", "service") and isinstance(value, dict) and "name" in value:
+            yield {"configMap": "ConfigMap", "service": "Service"}[key], value["name"]
         elif key == "backendRefs":
             yield from (("Service", entry["name"]) for entry in value)
         else:
             yield from references(value)
 
 
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"gateway": {"enabled": True}}, "gateway.parentRefs"),
-        ({"gateway": {"enabled": True, "className": "c"}}, "tls.secretName"),
-        ({"tls": TLS}, "ingress.enabled"),
-        ({"tls": {"certManager": {"enabled": True}}, "ingress": {"enabled": True}}, "issuerRef.name"),
-        ({"workerTls": {"enabled": True}}, "workerTls.issuerRef.name"),
-        (
-            {"redis": {"urlSecret": {"name": "r"}}, "networkPolicy": {"egress": {"enabled": True}}},
-            "networkPolicy.egress.rules",
-        ),
-        (
-            {"models": {"target": "team/large"}, "networkPolicy": {"egress": {"enabled": True}}},
-            "networkPolicy.egress.rules",
-        ),
-        (
-            {"redis": {"urlSecret": {"name": "r"}}, "ray": {"faultTolerance": {"enabled": True}}},
-            "ray.faultTolerance.redisAddress",
-        ),
-    ],
-)
-def test_contradicting_values_are_rejected_with_the_reason(values, reason):
-    with pytest.raises(helm_python.HelmRenderError, match=reason.replace(".", "[.]")):
-        render_texts(values)
-
-
-def test_notes_contain_the_next_commands():
+def test_notes_contain_the_next_commands_and_mention_a_key_only_if_keys_are_required():
     notes = render_texts()["NOTES.txt"]
-    assert f"kubectl --namespace {NAMESPACE} wait rayservice/{NAME}" in notes
-    assert "gammaray generate" in notes
-    assert f"get rayservice {NAME} --output jsonpath='{{.spec.serveConfigV2}}'" in notes
-    assert f"helm test {RELEASE} --namespace {NAMESPACE}" in notes
-    assert "NOTE: requests need no API key" in notes
-    secured = merged({"apiKeysSecret": {"name": "k"}}, {"redis": {"urlSecret": {"name": "r"}}})
-    assert "NOTE" not in render_texts(secured)["NOTES.txt"]
-    assert "https://gammaray.example.com/v1" in render_texts(VARIANTS["everything"])["NOTES.txt"]
-
-
-@pytest.mark.parametrize("outside", [{}, {"ingress": {"enabled": True}}])
-def test_notes_mention_a_key_only_if_keys_are_required(outside):
-    open_, secured = (render_texts({**outside, "apiKeysSecret": {"name": n}})["NOTES.txt"] for n in ("", "k"))
-    assert "GAMMARAY_API_KEY" not in open_
-    assert "authorization" not in open_
-    assert "export GAMMARAY_API_KEY=" in secured
-    assert ("authorization: Bearer $GAMMARAY_API_KEY" in secured) is bool(outside)
-    assert ("curl http://gammaray.example.com/v1/completions" in secured) is bool(outside)
-
-
-def everything():
-    return render(VARIANTS["everything"])
+    for text in (
+        f"kubectl --namespace {NAMESPACE} wait rayservice/{NAME}",
+        "gammaray generate",
+        f"get rayservice {NAME} --output jsonpath='{{.spec.serveConfigV2}}'",
+        f"helm test {RELEASE} --namespace {NAMESPACE}",
+        "NOTE: requests need no API key",
+    ):
+        assert text in notes
+    assert "https://gammaray.example.com/v1" in render_texts(EVERYTHING)["NOTES.txt"]
+    for outside in ({}, {"ingress": {"enabled": True}}):
+        plain, secured = (
+            render_texts({**outside, "redis": {"urlSecret": {"name": "r"}}, "apiKeysSecret": {"name": name}})
+            for name in ("", "k")
+        )
+        plain, secured = plain["NOTES.txt"], secured["NOTES.txt"]
+        assert "GAMMARAY_API_KEY" not in plain
+        assert "authorization" not in plain
+        assert "NOTE" not in secured
+        assert "export GAMMARAY_API_KEY=" in secured
+        assert ("authorization: Bearer $GAMMARAY_API_KEY" in secured) is bool(outside)
+        assert ("curl http://gammaray.example.com/v1/completions" in secured) is bool(outside)
 
 
 def test_unknown_field_is_found_in_every_kind():
-    for manifest in everything().values():
+    for manifest in render(EVERYTHING).values():
         check(manifest)
         manifest.get("spec", manifest)["planted"] = {}
         with pytest.raises(InvalidManifestError, match="planted"):
             check(manifest)
+
+
+def test_repeated_rendering_and_the_packed_chart_give_the_same_manifests(tmp_path):
+    """GitOps tools render charts repeatedly and without a cluster."""
+    packed = helm_python.Chart.load(Path(chart().save(tmp_path)))
+    for values in (REGISTRY, EVERYTHING):
+        first = chart().render(values, name="x")
+        assert chart().render(values, name="x") == packed.render(values, name="x") == first
+    templates = [path.read_text() for path in (CHART / "templates").iterdir()]
+    read = {name for text in templates for name in re.findall(r'Files\.Get "([^"]+)"', text)}
+    assert {"files/gammaray.yaml", "files/serve.yaml", "files/alerts.yaml", "files/redis.sh"} <= read
+    assert read <= {file["name"] for file in packed.files}
+
+
+def test_every_value_is_documented_and_none_holds_a_secret():
+    """No value is named like a secret but references to Secrets, which are a name and a key."""
+    sys.path.insert(0, str(ROOT / "helm"))
+    try:
+        from values_doc import read_values
+    finally:
+        sys.path.remove(str(ROOT / "helm"))
+    readme = (CHART / "README.md").read_text()
+    for value in read_values(CHART / "values.yaml"):
+        assert value.is_section or f"| `{'.'.join(value.path)}` |" in readme
+        secret = re.search(r"(?i)password|token|secret|api_?key|credential", value.path[-1])
+        if value.is_section or not secret:
+            continue
+        is_reference = isinstance(value.default, dict) and value.default.keys() == {"name", "key"}
+        is_name = value.path[-1] in ("secretName", "pullSecrets", "orchestratorSecret", "workerSecret")
+        assert is_reference or is_name, value.path
+        assert not is_reference or value.default["name"] == ""
+    for values in VARIANTS.values():
+        for spec in (pod["spec"] for pod in every_pod(values).values()):
+            containers = (*spec["containers"], *spec.get("initContainers", []))
+            for entry in (entry for part in containers for entry in part.get("env", [])):
+                is_secret = entry["name"].endswith(
+                    ("PASSWORD", "HF_TOKEN", "REDISCLI_AUTH", "GAMMARAY_API_KEY")
+                )
+                assert not is_secret or "valueFrom" in entry
+
+
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = jsonschema.Draft7Validator(yaml.safe_load((CHART / "values.schema.json").read_text()))
+COUNTS = (("orchestrator", "replicas"), ("draft", "workers"), ("target", "workers"))
+"""Numbers that may be given as strings."""
+
+UNDRAFTED = {"draft": {"workers": "0"}, "pods": {"disruptionBudget": {"enabled": False}}, **CACHE}
+
+
+def replaced(node, text, path=(), with_empty=False):
+    """Return values with each string replaced; lists, which have the form of Kubernetes' own, stay."""
+    if isinstance(node, dict):
+        return {key: replaced(value, text, (*path, key), with_empty) for key, value in node.items()}
+    is_string = isinstance(node, str) and path not in COUNTS and (node or with_empty)
+    return text if is_string else node
+
+
+def allowed(values, original):
+    """Return values with the original where the schema refuses the replacement."""
+    while errors := list(SCHEMA.iter_errors(values)):
+        for error in errors:
+            *path, last = error.absolute_path
+            place, source = values, original
+            for key in path:
+                place, source = place[key], source[key]
+            assert place[last] != source[last], error.message
+            place[last] = source[last]
+    return values
+
+
+def kinds(node):
+    """Count the kinds of scalars in a document and in the YAML documents that it holds."""
+    if isinstance(node, dict):
+        assert {type(key) for key in node} <= {str}, node
+    if isinstance(node, dict | list):
+        return sum(map(kinds, node.values() if isinstance(node, dict) else node), Counter())
+    if isinstance(node, str) and ("applications:" in node or "exporters:" in node):
+        return kinds(read_yaml(node))
+    return Counter([type(node).__name__])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [{}, EVERYTHING, UNDRAFTED], ids=["default", "everything", "no drafts"])
+@pytest.mark.parametrize("with_empty", [False, True])
+def test_every_string_stays_a_string(variant, with_empty):
+    original, plain = merged(DEFAULTS, REGISTRY, variant), {}
+    for text in ("plain", "123", "true", "1e3", "on", "0x1F", "- a: b # c"):
+        values = allowed(replaced(original, text, with_empty=with_empty), original)
+        shown = {file: kinds(manifest) for file, manifest in render(values).items()}
+        assert shown
+        assert shown == (plain or shown), text
+        plain = shown
+        if text != "plain":
+            check_release(values)
+
+
+def test_names_of_release_and_namespace_stay_strings_and_whole_numbers_whole():
+    """Templates print numbers from 1,000,000 on as 1e+06, which Kubernetes refuses for a whole number."""
+    texts = chart().render({**EVERYTHING, "nameOverride": "123"}, name="123", namespace="456")
+    for text in (text for path, text in texts.items() if text.strip() and "NOTES" not in path):
+        check(read_yaml(text))
+        assert read_yaml(text)["metadata"]["labels"]["app.kubernetes.io/instance"] == "123"
+    many = 2_000_000
+    pod_fields = {
+        "terminationGracePeriodSeconds": many,
+        "securityContext": {"runAsUser": many},
+        "probes": {"startup": {"failureThreshold": many}},
+    }
+    others = {
+        "modelCache": {"download": {"timeoutSeconds": many}},
+        "ray": {"autoscaler": {"idleTimeoutSeconds": many}},
+    }
+    manifests = render(merged(EVERYTHING, {"pods": pod_fields}, others))
+    assert manifests["job-models.yaml"]["spec"]["activeDeadlineSeconds"] == many
+    config = manifests["rayservice.yaml"]["spec"]["rayClusterConfig"]
+    assert config["autoscalerOptions"]["idleTimeoutSeconds"] == many
+    for group in (config["headGroupSpec"], *config["workerGroupSpecs"]):
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] == many
+        assert group["template"]["spec"]["securityContext"]["runAsUser"] == many
+    assert "e+06" not in str(manifests)

@@ -1,13 +1,12 @@
 """Allowed connections, as a table over every component and port of the release with everything enabled."""
 
-import pytest
+from ray.serve._private import constants
 
 from tests.support.chart.chart_helpers import (
     EVERYTHING,
     NOTHING,
     container,
     groups,
-    merged,
     passing_pods,
     pods,
     render,
@@ -75,33 +74,35 @@ def sources(values):
 
 
 def who_reaches(component, port, values):
-    everybody = sources(values)
-    rules = policies(values)
+    everybody, rules = sources(values), policies(values)
     return {
         name for name, source in everybody.items() if may_reach(rules, source, everybody[component], port)
     }
 
 
-def test_table_covers_every_component():
-    assert set(pods(EVERYTHING)) == INSIDE
-    assert {component for component, _ in TABLE} == INSIDE
-
-
-def test_reachability_is_what_the_table_says():
-    reached = {place: who_reaches(*place, EVERYTHING) for place in TABLE}
+def test_connections_are_those_of_the_table_which_covers_every_declared_port():
+    everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
+    reached = {
+        (goal, port): {name for name in everybody if may_reach(rules, everybody[name], everybody[goal], port)}
+        for goal, port in TABLE
+    }
     assert {place: names for place, names in reached.items() if names != TABLE[place]} == {}
+    assert set(pods(EVERYTHING)) == {component for component, _ in TABLE} == INSIDE
+    for component, template in pods(EVERYTHING).items():
+        declared = {(component, entry["containerPort"]) for entry in container(template)["ports"]}
+        assert declared - TABLE.keys() <= ({("head", HTTP)} if component == "head" else set())
+    # The rows hold for the way out, too, for every pod that a policy restricts.
+    for (goal, port), names in TABLE.items():
+        for name in names & INSIDE:
+            assert may_leave(rules, everybody[name], everybody[goal], port), (name, goal, port)
 
 
-@pytest.mark.parametrize("component", sorted(INSIDE))
-def test_every_declared_port_is_in_the_table(component):
-    declared = {entry["containerPort"] for entry in container(pods(EVERYTHING)[component])["ports"]}
-    in_table = {port for name, port in TABLE if name == component}
-    assert declared - in_table <= ({HTTP} if component == "head" else set())
-
-
-def test_apis_accept_all_pods_unless_clients_are_configured():
+def test_apis_accept_all_pods_unless_clients_are_configured_and_workers_only_without_policies():
     assert who_reaches("orchestrator", GRPC, {}) >= {"stranger", "far stranger", "client", "operator"}
     assert who_reaches("draft", WORKER, {}) == {"orchestrator"}
+    values = {"networkPolicy": {"enabled": False}}
+    assert policies(NOTHING) == policies(values) == []
+    assert who_reaches("draft", WORKER, values) == set(sources(values))
 
 
 CLOSED = {"networkPolicy": {"egress": {"enabled": True}}}
@@ -117,71 +118,37 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize("component", sorted(LEAVES))
-def test_egress_is_limited_to_the_configured_destinations(component):
+def test_egress_is_limited_to_the_configured_destinations():
     everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
-    left = {
-        (name, port)
-        for name in OUTSIDE
-        for port in TRIED
-        if may_leave(rules, everybody[component], everybody[name], port)
-    }
-    assert left == LEAVES[component]
+    for component, expected in LEAVES.items():
+        goals = [(name, port) for name in OUTSIDE for port in TRIED]
+        pod = everybody[component]
+        assert {goal for goal in goals if may_leave(rules, pod, everybody[goal[0]], goal[1])} == expected
     # No pool scales: nor does the head reach Kubernetes.
     everybody, rules = sources(CLOSED), policies(CLOSED)
     assert not may_leave(rules, everybody["head"], everybody["stranger"], 443)
-
-
-def test_egress_policies_allow_all_connections_inside_the_release():
-    """The rows of the table hold for the way out, too, for every pod that a policy restricts."""
-    everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
-    for (goal, port), names in TABLE.items():
-        for name in names & INSIDE:
-            assert may_leave(rules, everybody[name], everybody[goal], port), (name, goal, port)
-
-
-def test_redis_and_jaeger_never_have_egress():
     values = {"telemetry": {"jaeger": {"enabled": True}}}
     everybody, rules = sources(values), policies(values)
-    for name in ("redis", "jaeger"):
+    for name in ("redis", "jaeger"):  # never
         assert not any(may_leave(rules, everybody[name], goal, 443) for goal in everybody.values())
     assert may_leave(rules, everybody["draft"], everybody["far stranger"], 443)
 
 
-def test_without_policies_all_connections_are_allowed():
-    values = {"networkPolicy": {"enabled": False}}
-    assert policies(NOTHING) == policies(values) == []
-    assert who_reaches("draft", WORKER, values) == set(sources(values))
-
-
-def test_ports_of_policies_follow_the_start_parameters_of_ray():
-    for group in groups(merged(EVERYTHING)).values():
+def test_ports_of_policies_follow_the_start_parameters_of_ray_and_serve():
+    rules, everybody = policies(EVERYTHING), sources(EVERYTHING)
+    names = ("node-manager", "object-manager", "runtime-env-agent", "min-worker", "max-worker")
+    for group in groups(EVERYTHING).values():
         params = group["rayStartParams"]
         fixed = [
-            int(params[f"{name}-port"]) for name in ("node-manager", "object-manager", "runtime-env-agent")
+            params[f"{name}-port"] for name in (*names, "dashboard-agent-grpc", "dashboard-agent-listen")
         ]
-        fixed += [int(params[f"dashboard-agent-{kind}-port"]) for kind in ("grpc", "listen")]
         first, last = int(params["min-worker-port"]), int(params["max-worker-port"])
-        rules, everybody = policies(EVERYTHING), sources(EVERYTHING)
-        for port in (*fixed, first, last):
+        for port in map(int, fixed):
             assert may_reach(rules, everybody["head"], everybody["target"], port)
         assert not first <= WORKER <= last
         assert not may_reach(rules, everybody["head"], everybody["target"], last + 1)
-
-
-def test_ports_of_policies_are_those_of_serve():
-    from ray.serve._private import constants
-
-    everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
-    wanted = {
-        "head": [constants.RAY_SERVE_FALLBACK_PROXY_HTTP_PORT, constants.RAY_SERVE_FALLBACK_PROXY_GRPC_PORT],
-        "orchestrator": [
-            constants.RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT,
-            constants.RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT,
-            constants.RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT,
-            constants.RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT,
-        ],
-    }
-    for goal, ports in wanted.items():
-        for port in ports:
+    ingress = [f"DIRECT_INGRESS_{end}_{kind}" for end in ("MIN", "MAX") for kind in ("HTTP", "GRPC")]
+    proxies = [f"FALLBACK_PROXY_{kind}" for kind in ("HTTP", "GRPC")]
+    for goal, kinds in (("head", proxies), ("orchestrator", ingress)):
+        for port in (getattr(constants, f"RAY_SERVE_{kind}_PORT") for kind in kinds):
             assert all(may_reach(rules, everybody[role], everybody[goal], port) for role in RAY), port

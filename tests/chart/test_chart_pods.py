@@ -1,297 +1,337 @@
-"""Users, placement and contents of pods; bounds, autoscaling, spreading and disruption budgets of pools."""
+"""Every pod of every variant: rights, variables, placement, resources, and what selects it."""
 
+import importlib
 import json
 import math
 
-import pytest
 import yaml
+from ray._private import ray_constants
+from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resources, _get_num_gpus
+from ray.scripts.scripts import start
 
-from gammaray.deploy.serve_config import APPLICATIONS, SERVE_ENVIRONMENT, WORKER_PORT
+import gammaray
+from gammaray.config import PoolSize
+from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENVIRONMENT
 from tests.support.chart.chart_helpers import (
     CHART,
+    COMPONENTS,
     EVERYTHING,
     REGISTRY,
     ROLES,
     ROOT,
     VARIANTS,
-    application,
     cluster,
     container,
     environment,
+    every_pod,
     groups,
-    passing_pods,
+    merged,
+    of_component,
     pods,
+    release,
     render,
     serve_config,
 )
+from tests.support.chart.manifest_schemas import check_release
+from tests.support.serve_helpers import schema_of
 
-variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
-
-
-@variants
-def test_every_pod_has_no_more_rights_than_it_needs(values):
-    staying = pods(values)
-    for name, template in {**staying, **passing_pods(values)}.items():
-        spec, only = template["spec"], container(template)
-        assert spec["securityContext"]["runAsNonRoot"] is True, name
-        assert spec["securityContext"]["runAsUser"] > 0
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert only["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
-        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
-        assert all("hostPath" not in volume for volume in spec.get("volumes", []))
-        assert only["resources"].keys() == {"requests", "limits"}
-        assert ("readinessProbe" in only) is (name in staying)
-        assert ":" in only["image"].rpartition("/")[2]
-        assert not only["image"].endswith(":latest")
+GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+SPEC = ("tolerations", "nodeSelector", "affinity", "priorityClassName", "runtimeClassName")
+LEAST = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+SECCOMP = {"type": "RuntimeDefault"}
+CLIENTS = {*ROLES, "models", "collector"}
+"""Pods that connect to other networks."""
 
 
-@variants
-def test_only_the_autoscaler_and_the_password_job_have_a_kubernetes_token(values):
-    for name, template in passing_pods(values).items():
-        assert template["spec"]["automountServiceAccountToken"] is (name == "redis-password")
-    for name, template in pods(values).items():
-        scales = cluster(values).get("enableInTreeAutoscaling", False)
-        assert template["spec"]["automountServiceAccountToken"] is (name == "head" and scales)
+def test_every_pod_has_no_more_rights_than_it_needs():
+    for values in VARIANTS.values():
+        staying, scales = pods(values), cluster(values).get("enableInTreeAutoscaling", False)
+        for name, template in every_pod(values).items():
+            spec, only = template["spec"], container(template)
+            assert spec["securityContext"]["runAsNonRoot"] is True, name
+            assert spec["securityContext"]["runAsUser"] > 0
+            assert spec["securityContext"]["seccompProfile"] == SECCOMP
+            assert only["securityContext"] == {**LEAST, "readOnlyRootFilesystem": True}
+            assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+            for volume in spec.get("volumes", []):
+                assert "hostPath" not in volume
+                assert volume.get("emptyDir") != {} or volume["name"] == "extra", "without a bound"
+            assert only["resources"].keys() == {"requests", "limits"}
+            assert ("readinessProbe" in only) is (name in staying)
+            assert ":" in only["image"].rpartition("/")[2]
+            assert not only["image"].endswith(":latest")
+            has_token = name == "redis-password" or (name == "head" and scales)
+            assert spec["automountServiceAccountToken"] is has_token, name
+            names = [entry["name"] for entry in only.get("env", [])]
+            assert len(names) == len(set(names)), name  # server-side apply refuses two of one name
+            secrets = {key for key, value in environment(template).items() if isinstance(value, dict)}
+            arguments = json.dumps([only.get("command", []), only.get("args", [])])
+            assert not [key for key in secrets if f"$({key})" in arguments], name
 
 
-@variants
-def test_every_ray_pod_has_the_environment_of_gammaray_up_and_no_label_of_kuberay(values):
-    for role, group in groups(values).items():
-        labels = group["template"]["metadata"]["labels"]
-        assert "app.kubernetes.io/name" not in labels
-        assert labels["app.kubernetes.io/component"] == role
-        shown = environment(group["template"])
-        assert shown.items() >= SERVE_ENVIRONMENT.items()
-        assert "GAMMARAY_REDIS_URL" in shown
-        names = [entry["name"] for entry in container(group["template"])["env"]]
-        assert len(names) == len(set(names))
-
-
-@variants
-def test_writable_paths_are_volumes(values):
-    for group in groups(values).values():
-        mounts = {mount["mountPath"] for mount in container(group["template"])["volumeMounts"]}
-        shown = environment(group["template"])
-        assert {"/tmp", "/models"} <= mounts
-        for name in ("HOME", "HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"):
-            assert any(f"{shown[name]}/".startswith(f"{mount}/") for mount in mounts), name
-
-
-@pytest.mark.parametrize(("grace", "drained"), [(60, "50"), (5, "0")])
-def test_ray_drains_replicas_before_a_pod_is_killed(grace, drained):
-    from ray._private import ray_constants
-
-    name = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-    assert hasattr(ray_constants, name)
-    for group in groups({"pods": {"terminationGracePeriodSeconds": grace}}).values():
-        assert environment(group["template"])[name] == drained
-
-
-def test_probes_match_the_ports_of_each_role():
-    found = groups()
-    for role in ROLES:
-        only = container(found[role]["template"])
-        for probe in ("startupProbe", "livenessProbe") if role != "head" else ("startupProbe",):
-            port = int(found[role]["rayStartParams"]["dashboard-agent-listen-port"])
-            assert only[probe]["httpGet"] == {"path": "/api/local_raylet_healthz", "port": port}
-    readiness = {role: container(found[role]["template"])["readinessProbe"] for role in ROLES}
-    assert readiness["draft"]["grpc"] == readiness["target"]["grpc"] == {"port": WORKER_PORT}
-    assert readiness["orchestrator"]["httpGet"] == {"path": "/-/healthz", "port": 8000}
-    assert readiness["head"]["httpGet"]["port"] == 8265
-
-
-def test_probe_of_a_worker_with_tls_needs_no_certificate():
-    readiness = container(groups(EVERYTHING)["draft"]["template"])["readinessProbe"]
-    assert readiness["tcpSocket"] == {"port": WORKER_PORT}
-    assert "grpc" not in readiness
-
-
-@variants
-def test_each_replica_uses_the_resources_of_one_pod(values):
-    of_role = {application.name: application for application in APPLICATIONS.values()}
-    for entry in serve_config(values)["applications"]:
-        application = of_role[entry["name"]]
-        group = groups(values)[application.role]
-        (deployment,) = entry["deployments"]
-        taken = deployment["ray_actor_options"]
-        # KubeRay hands this to a shell, which takes the outer quotes away.
-        offered = group["rayStartParams"]["resources"]
-        assert json.loads(json.loads(offered)) == taken["resources"] == {application.resource: 1}
-        limits = container(group["template"])["resources"]["limits"]
-        assert int(limits.get("nvidia.com/gpu", 0)) == taken.get("num_gpus", 0)
-
-
-def test_rays_own_autoscaler_reads_the_resources():
-    from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resources
-
-    params = groups()["draft"]["rayStartParams"]
-    assert _get_custom_resources({}, params, "draft") == {"gammaray_draft": 1}
-
-
-def test_workers_have_shared_memory_of_the_size_in_the_values():
-    found = groups({"target": {"gpus": 2, "shmSize": "3Gi"}})
-    for role, size in (("target", "3Gi"), ("draft", "1Gi")):
-        template = found[role]["template"]
-        (volume,) = (one for one in template["spec"]["volumes"] if one["name"] == "shm")
-        assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
-        assert {"name": "shm", "mountPath": "/dev/shm"} in container(template)["volumeMounts"]
-    for role in ("head", "orchestrator"):  # KubeRay mounts its own
-        mounts = container(found[role]["template"])["volumeMounts"]
-        assert "/dev/shm" not in {mount["mountPath"] for mount in mounts}
-
-
-def test_start_parameters_are_options_of_ray():
-    from ray.scripts.scripts import start
-
+def test_ray_pods_have_the_environment_writable_paths_and_resources_of_gammaray_up():
     known = {option.removeprefix("--") for parameter in start.params for option in parameter.opts}
-    for group in groups(EVERYTHING).values():
-        assert group["rayStartParams"].keys() <= known
+    assert hasattr(ray_constants, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
+    for values in VARIANTS.values():
+        for role, group in groups(values).items():
+            labels, shown = group["template"]["metadata"]["labels"], environment(group["template"])
+            assert "app.kubernetes.io/name" not in labels  # KubeRay's own
+            assert labels["app.kubernetes.io/component"] == role
+            assert shown.items() >= SERVE_ENVIRONMENT.items()
+            assert "GAMMARAY_REDIS_URL" in shown
+            mounts = {mount["mountPath"] for mount in container(group["template"])["volumeMounts"]}
+            assert {"/tmp", "/models"} <= mounts
+            for name in ("HOME", "HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"):
+                assert any(f"{shown[name]}/".startswith(f"{mount}/") for mount in mounts), name
+            params, limits = group["rayStartParams"], container(group["template"])["resources"]["limits"]
+            assert params.keys() <= known
+            offered = _get_num_gpus({}, params, container(group["template"])["resources"], role)
+            assert int(limits.get("nvidia.com/gpu", 0)) == (offered or 0)
+            if role != "head":
+                assert _get_custom_resources({}, params, role) == {f"gammaray_{role}": 1}
 
 
-def test_trial_requests_the_documented_resources():
-    values = VARIANTS["cpu-trial"]
-    requests = [container(template)["resources"]["requests"] for template in pods(values).values()]
-    units = {"Gi": 1.0, "Mi": 2**-10}
+def test_pods_of_a_role_are_spread_and_have_a_disruption_budget():
+    for role in ("orchestrator", "draft", "target"):
+        (constraint,) = groups()[role]["template"]["spec"]["topologySpreadConstraints"]
+        budget = render()[f"pdb-{role}.yaml"]["spec"]
+        for selector in (constraint["labelSelector"], budget["selector"]):
+            labels = groups()[role]["template"]["metadata"]["labels"]
+            assert labels.items() >= selector["matchLabels"].items()
+
+
+def test_serve_configuration_is_valid_and_builders_accept_it():
+    from ray.serve.schema import ServeDeploySchema
+
+    of_role = {application.name: application for application in APPLICATIONS.values()}
+    for values in VARIANTS.values():
+        models = {"target": "demo", "draft": "demo", **values.get("models", {})}
+        parsed = ServeDeploySchema.model_validate(serve_config(values))
+        assert parsed.grpc_options.grpc_servicer_functions == list(GRPC_SERVICERS)
+        for entry in serve_config(values)["applications"]:
+            role, (deployment,) = of_role[entry["name"]].role, entry["deployments"]
+            assert entry["args"]["settings"]["model"] == models.get(role, models["target"])
+            module, _, function = entry["import_path"].partition(":")
+            built = schema_of(getattr(importlib.import_module(module), function)(entry["args"]))
+            assert built.name == deployment["name"]
+            number = PoolSize.parse(entry["args"]["workers" if role in models else "replicas"])
+            if role in models:
+                assert built.max_replicas_per_node == 1
+            if number.is_elastic:
+                assert built.autoscaling_config.max_replicas == number.maximum
+            # Each replica uses the resources of one pod; KubeRay's shell takes the outer quotes away.
+            taken, group = deployment["ray_actor_options"], groups(values)[role]
+            offered = json.loads(json.loads(group["rayStartParams"]["resources"]))
+            assert offered == taken["resources"] == {of_role[entry["name"]].resource: 1}
+            limits = container(group["template"])["resources"]["limits"]
+            assert int(limits.get("nvidia.com/gpu", 0)) == taken.get("num_gpus", 0)
+
+
+def test_default_configuration_differs_from_the_package_only_as_needed():
+    """With the values that say what the package's defaults say, nothing else is different."""
+    values = {"orchestrator": {"replicas": 1}, "draft": {"gpus": 0}, "target": {"gpus": 0}}
+    own, package = serve_config(values), yaml.safe_load((CHART / "files" / "serve.yaml").read_text())
+    for entry in own["applications"]:
+        entry["deployments"][0]["ray_actor_options"].pop("num_gpus", None)
+        for name in ("allowed_hosts", "device", "tensor_parallel"):
+            entry["args"]["settings"].pop(name, None)
+    assert own == package
+
+
+def test_services_select_exactly_the_pods_they_are_for():
+    for values in VARIANTS.values():
+        found = pods(values)
+        goals = {"http": {"orchestrator"}, "grpc": {"orchestrator"}, "metrics": set(ROLES) & set(found)}
+        services = {file: entry for file, entry in render(values).items() if entry["kind"] == "Service"}
+        for file, manifest in services.items():
+            kind = file.removeprefix("service-").removesuffix(".yaml")
+            selector = manifest["spec"]["selector"].items()
+            selected = {name for name, pod in found.items() if pod["metadata"]["labels"].items() >= selector}
+            assert selected == goals.get(kind, {kind})
+            ports = [port for name in selected for port in container(found[name])["ports"]]
+            known = {key for port in ports for key in (port["name"], port["containerPort"])}
+            assert {port.get("targetPort", port["port"]) for port in manifest["spec"]["ports"]} <= known
+
+
+def test_secrets_are_mounted_where_settings_read_them_and_only_there():
+    found = release(EVERYTHING)
+    plain = release()["args"]
+    holders = {
+        name: {volume.get("secret", {}).get("secretName") for volume in spec.get("volumes", [])}
+        for name, spec in found["pods"].items()
+    }
+    for secret, expected in {
+        "keys": {"orchestrator"},
+        "receipts": {"orchestrator"},
+        "demo-gammaray-worker-tls": {"draft", "target"},
+        "demo-gammaray-orchestrator-tls": {"orchestrator"},
+    }.items():
+        assert {name for name, secrets in holders.items() if secret in secrets} == expected
+    for role in ("orchestrator", "draft", "target"):
+        mounted = {mount["mountPath"] for mount in found["containers"][role]["volumeMounts"]}
+        shown = found["args"][role]["settings"]
+        keys = [shown[name] for name in ("api_keys_file", "receipt_keys_file") if name in shown]
+        assert len(keys) == (2 if role == "orchestrator" else 0)
+        assert {shown["tls_dir"], *(path.rpartition("/")[0] for path in keys)} <= mounted
+        assert not {"tls_dir", "api_keys_file", "receipt_keys_file"} & plain[role]["settings"].keys()
+
+
+def test_versions_and_the_documented_size_are_those_of_package_and_trial():
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    metadata = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert cluster()["rayVersion"] == pinned["ray"] == metadata["annotations"]["gammaray.io/ray"]
+    assert metadata["appVersion"] == gammaray.__version__
+    images = [container(groups(values)["head"]["template"])["image"] for values in ({}, EVERYTHING)]
+    assert images == [
+        f"{REGISTRY['image']['registry']}/gammaray-orchestrator:{gammaray.__version__}",
+        "registry.example.com/team/gammaray-orchestrator:1.2.3",
+    ]
+    trial = pods(VARIANTS["cpu-trial"]).values()
+    requests, units = [container(pod)["resources"]["requests"] for pod in trial], {"Gi": 1.0, "Mi": 2**-10}
     cpus = sum(float(r["cpu"].removesuffix("m")) / (1000 if "m" in r["cpu"] else 1) for r in requests)
     gib = sum(float(r["memory"][:-2]) * units[r["memory"][-2:]] for r in requests)
     text = (CHART / "examples" / "cpu-trial.yaml").read_text()
     assert f"{round(cpus)} CPUs and {math.ceil(gib)} GiB" in text
 
 
-def test_accelerator_is_a_node_label_of_the_role():
-    values = {"draft": {"acceleratorType": "NVIDIA-L4"}, "pods": {"nodeSelector": {"pool": "a"}}}
-    found = groups(values)
-    assert found["draft"]["template"]["spec"]["nodeSelector"] == {
-        "nvidia.com/gpu.product": "NVIDIA-L4",
-        "pool": "a",
+def fields(name):
+    """Return a value of every field of `pods` that each component takes; no other name has the same ones."""
+    zone = {"matchExpressions": [{"key": "zone", "operator": "In", "values": [name]}]}
+    affinity = {
+        "preferredDuringSchedulingIgnoredDuringExecution": [],
+        "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [zone]},
     }
-    assert found["target"]["template"]["spec"]["nodeSelector"] == {"pool": "a"}
-
-
-@variants
-def test_services_select_exactly_the_pods_they_are_for(values):
-    found = pods(values)
-    goals = {"http": {"orchestrator"}, "grpc": {"orchestrator"}, "metrics": set(ROLES) & set(found)}
-    for file, manifest in render(values).items():
-        if manifest["kind"] != "Service":
-            continue
-        kind = file.removeprefix("service-").removesuffix(".yaml")
-        selector = manifest["spec"]["selector"].items()
-        selected = {name for name, pod in found.items() if pod["metadata"]["labels"].items() >= selector}
-        assert selected == goals.get(kind, {kind})
-        ports = {
-            key
-            for name in selected
-            for port in container(found[name])["ports"]
-            for key in (port["name"], port["containerPort"])
-        }
-        for port in manifest["spec"]["ports"]:
-            assert port.get("targetPort", port["port"]) in ports
-
-
-def test_secrets_are_mounted_only_in_pods_that_need_them():
-    found = pods(EVERYTHING)
-    holders = {
-        name: {volume.get("secret", {}).get("secretName") for volume in template["spec"].get("volumes", [])}
-        for name, template in found.items()
-    }
-    assert {name for name, secrets in holders.items() if "keys" in secrets} == {"orchestrator"}
-    worker_tls = {name for name, secrets in holders.items() if "demo-gammaray-worker-tls" in secrets}
-    assert worker_tls == {"draft", "target"}
-    assert "demo-gammaray-orchestrator-tls" in holders["orchestrator"]
-    assert environment(found["target"])["HF_TOKEN"] == {
-        "secretKeyRef": {"name": "hugging-face", "key": "token"}
+    toleration = {"key": "dedicated", "operator": "Equal", "value": name, "tolerationSeconds": 2_000_000}
+    return {
+        "annotations": {"example.com/annotation": name},
+        "labels": {"example.com/label": name},
+        "nodeSelector": {"example.com/pool": name},
+        "affinity": {"nodeAffinity": affinity},
+        "tolerations": [toleration],
+        "priorityClassName": f"priority-{name}",
+        "runtimeClassName": f"runtime-{name}",
+        "securityContext": {"runAsUser": 1_000_650_000, "seLinuxOptions": {"level": name}},
+        "containerSecurityContext": {"readOnlyRootFilesystem": False, "seLinuxOptions": {"level": name}},
     }
 
 
-def test_ray_version_is_the_one_that_is_installed():
-    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert cluster()["rayVersion"] == pinned["ray"] == chart["annotations"]["gammaray.io/ray"]
+def assert_has(template, given, component):
+    """Check that a pod has the given fields, beside the chart's own."""
+    spec, only = template["spec"], container(template)
+    has_gpu = any("nvidia.com/" in name for name in only["resources"]["limits"])
+    assert spec["tolerations"] == given["tolerations"] + [GPU_TAINT] * has_gpu, component
+    for shown, field in (
+        *((template["metadata"], field) for field in ("annotations", "labels")),
+        *((spec, field) for field in ("nodeSelector", "securityContext")),
+    ):
+        assert shown[field].items() >= given[field].items(), (component, field)
+    for field in ("affinity", "priorityClassName", "runtimeClassName"):
+        assert spec[field] == given[field], (component, field)
+    assert spec["securityContext"]["seccompProfile"] == SECCOMP, component
+    waits = [entry for entry in spec.get("initContainers", []) if entry["name"] == "wait-for-models"]
+    for entry in (only, *waits):
+        assert entry["securityContext"] == {**LEAST, **given["containerSecurityContext"]}, component
 
 
-def test_versions_are_those_of_the_package():
-    import gammaray
-
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["appVersion"] == gammaray.__version__
-    image = container(groups()["head"]["template"])["image"]
-    assert image == f"{REGISTRY['image']['registry']}/gammaray-orchestrator:{gammaray.__version__}"
-    image = container(groups(EVERYTHING)["head"]["template"])["image"]
-    assert image == "registry.example.com/team/gammaray-orchestrator:1.2.3"
-
-
-def test_custom_init_containers_run_after_the_model_download():
-    spec = groups(EVERYTHING)["target"]["template"]["spec"]
-    assert [entry["name"] for entry in spec["initContainers"]] == ["wait-for-models", "prepare"]
-
-
-def test_every_pod_has_the_credentials_of_the_registry():
-    for name, template in {**pods(EVERYTHING), **passing_pods(EVERYTHING)}.items():
-        assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}], name
+def test_every_pod_has_what_is_given_for_all_pods_or_for_its_component():
+    own, seen = merged(*(of_component(component, fields(component)) for component in COMPONENTS)), set()
+    for variant in VARIANTS.values():
+        common = merged(variant, {"pods": fields("all")})
+        values = merged(common, own)
+        given_for_all, found = every_pod(common), every_pod(values)
+        seen |= found.keys()
+        for component, template in found.items():
+            assert_has(given_for_all[component], fields("all"), component)
+            assert_has(template, fields(component), component)
+        check_release(common)
+        check_release(values)
+        if cluster(values).get("autoscalerOptions"):  # a container of the head's pod
+            context = cluster(values)["autoscalerOptions"]["securityContext"]
+            assert context == container(groups(values)["head"]["template"])["securityContext"]
+    assert seen == COMPONENTS.keys()
 
 
-@pytest.mark.parametrize(
-    ("workers", "bounds", "replicas"),
-    [("3", (3, 3), 3), (2, (2, 2), 2), ("1:4", (1, 4), 1), ("0:4", (0, 4), 1)],
-)
-def test_pool_has_the_bounds_asked_for(workers, bounds, replicas):
-    values = {"draft": {"workers": workers}}
-    group = groups(values)["draft"]
-    assert (group["minReplicas"], group["maxReplicas"]) == bounds
-    assert group["replicas"] == replicas
-    scales = bounds[0] < bounds[1]
-    assert cluster(values).get("enableInTreeAutoscaling", False) is scales
-    assert ("autoscalerOptions" in cluster(values)) is scales
+def test_by_default_pods_run_anywhere_but_for_the_taint_of_gpus():
+    on = {
+        "telemetry": {"jaeger": {"enabled": True}, "collector": {"enabled": True}},
+        "modelCache": {"enabled": True},
+        "models": {"target": "team/large", "draft": "team/small"},
+    }
+    found = every_pod(on)
+    assert found.keys() == COMPONENTS.keys()
+    for component, template in found.items():
+        placed = {"tolerations"} if component in ("draft", "target") else set()
+        assert {*SPEC, "imagePullSecrets"} & template["spec"].keys() == placed, component
+        assert template["spec"].get("tolerations", [GPU_TAINT]) == [GPU_TAINT]
+    without = every_pod({"draft": {"gpus": 0}, "gpuTolerations": []})
+    assert not [name for name, template in without.items() if "tolerations" in template["spec"]]
+    amd = {"gpuTolerations": [{"key": "amd.com/gpu", "operator": "Exists"}], "draft": {"gpus": 0}}
+    assert groups(amd)["target"]["template"]["spec"]["tolerations"] == amd["gpuTolerations"]
+    assert "tolerations" not in groups(amd)["draft"]["template"]["spec"]
 
 
-def test_pool_without_drafters_is_left_out():
-    assert set(groups({"draft": {"workers": "0"}})) == {"head", "orchestrator", "target"}
+def test_pods_run_as_the_user_of_their_image_or_of_the_cluster():
+    ids = {"redis": 999, "jaeger": 10001, "collector": 10001}
+    cluster_chooses = every_pod(merged(EVERYTHING, {"pods": {"runAsImageUser": False}}))
+    one_chooses = every_pod(merged(EVERYTHING, of_component("redis", {"runAsImageUser": False})))
+    contexts = {"securityContext": {"fsGroup": None, "seccompProfile": None}}
+    without = merged(EVERYTHING, {"pods": {**contexts, "containerSecurityContext": {"capabilities": None}}})
+    removed = every_pod(without)
+    for component, template in every_pod(EVERYTHING).items():
+        context = template["spec"]["securityContext"]
+        users = {context[name] for name in ("runAsUser", "runAsGroup", "fsGroup")}
+        assert users == {ids.get(component, 1000)}, component
+        assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}], component
+        context = cluster_chooses[component]["spec"]["securityContext"]
+        assert context == {"runAsNonRoot": True, "seccompProfile": SECCOMP}, component
+        context = one_chooses[component]["spec"]["securityContext"]
+        assert ("runAsUser" in context) is (component != "redis")
+        pod = removed[component]  # null removes a field
+        kept = {"runAsNonRoot", "runAsUser", "runAsGroup", "fsGroupChangePolicy"}
+        assert pod["spec"]["securityContext"].keys() == kept, component
+        assert "capabilities" not in container(pod)["securityContext"], component
+    check_release(without)
 
 
-def test_pods_of_a_role_are_spread_and_have_a_disruption_budget():
-    manifests = render()
-    for role in ("orchestrator", "draft", "target"):
-        (constraint,) = groups()[role]["template"]["spec"]["topologySpreadConstraints"]
-        labels = groups()[role]["template"]["metadata"]["labels"]
-        assert labels.items() >= constraint["labelSelector"]["matchLabels"].items()
-        budget = manifests[f"pdb-{role}.yaml"]["spec"]
-        assert labels.items() >= budget["selector"]["matchLabels"].items()
-    assert "topologySpreadConstraints" not in groups()["head"]["template"]["spec"]
+def test_own_labels_variables_volumes_and_resources_stand_beside_or_instead_of_the_charts():
+    taken = {
+        "labels": {"app.kubernetes.io/component": "mine", "gammaray.io/ray": "false"},
+        "annotations": {"helm.sh/hook": "mine", "checksum/config": "mine"},
+        "env": [
+            {"name": "HF_HOME", "value": "/mine"},
+            {"name": "OTEL_TRACES_SAMPLER", "value": "always_off"},
+        ],
+    }
+    resources = {"requests": {"cpu": "3"}, "limits": {"cpu": "3", "memory": "3Gi"}}
+    own = [of_component(component, {"resources": resources}) for component in COMPONENTS]
+    own += [of_component(component, {"env": [{"name": "OWN", "value": component}]}) for component in CLIENTS]
+    changed, overridden = every_pod(merged(EVERYTHING, {"pods": taken})), every_pod(merged(EVERYTHING, *own))
+    for component, template in every_pod(EVERYTHING).items():
+        is_client = component in CLIENTS
+        for kind in ("labels", "annotations"):
+            shown = changed[component]["metadata"][kind].items()
+            assert shown >= template["metadata"][kind].items(), component
+        for field, name in (("env", "EXTRA"), ("volumeMounts", "extra")):
+            names = [entry["name"] for entry in container(template).get(field, [])]
+            assert names.count(name) == is_client, component
+        volumes = [volume["name"] for volume in template["spec"].get("volumes", [])]
+        assert volumes.count("extra") == is_client, component
+        entries = container(changed[component]).get("env", [])
+        assert len(entries) == len({entry["name"] for entry in entries}), component
+        assert not is_client or all(entry in entries for entry in taken["env"]), component
+        shown = environment(overridden[component])
+        assert shown.get("OWN") == (component if is_client else None)
+        assert "EXTRA" not in shown
+        spec = overridden[component]["spec"]
+        for entry in (*spec["containers"], *spec.get("initContainers", [])):
+            if entry["name"] in ("agent", "prepare"):  # those of the values
+                continue
+            limits = entry["resources"]["limits"]
+            assert {key: limits[key] for key in ("cpu", "memory")} == resources["limits"], entry["name"]
+            assert entry["resources"]["requests"]["cpu"] == "3", (component, entry["name"])
+            assert ("nvidia.com/gpu" in limits) is (entry["name"] in ("ray-draft", "ray-target"))
 
 
-@pytest.mark.parametrize(
-    ("values", "kept"),
-    [
-        ({}, {"orchestrator": 1, "draft": 0, "target": 0}),
-        ({"orchestrator": {"replicas": 5}, "draft": {"workers": 3}}, {"orchestrator": 4, "draft": 2}),
-        ({"draft": {"workers": "0:8"}, "target": {"workers": "3:6"}}, {"draft": 0, "target": 2}),
-        ({"pods": {"disruptionBudget": {"maxUnavailable": 2}}}, {"orchestrator": 0, "target": 0}),
-        ({"target": {"workers": 2, "disruptionBudget": {"maxUnavailable": 0}}}, {"target": 2}),
-    ],
-)
-def test_budgets_let_nodes_be_drained(values, kept):
-    """Pods of an operator can be counted only by a `minAvailable` that is a number."""
-    manifests = render(values)
-    for role, count in kept.items():
-        budget = manifests[f"pdb-{role}.yaml"]["spec"]
-        assert budget["minAvailable"] == count
-        assert "maxUnavailable" not in budget
-
-
-@pytest.mark.parametrize(("replicas", "bounds"), [(3, (3, 3)), ("3", (3, 3)), ("2:6", (2, 6))])
-def test_orchestrators_have_the_bounds_asked_for(replicas, bounds):
-    values = {"orchestrator": {"replicas": replicas}, "scaling": {"orchestrator_load": 7}}
-    group = groups(values)["orchestrator"]
-    assert (group["minReplicas"], group["maxReplicas"], group["replicas"]) == (*bounds, bounds[0])
-    scales = bounds[0] < bounds[1]
-    assert cluster(values).get("enableInTreeAutoscaling", False) is scales
-    args = application("orchestrator", values)["args"]
-    assert args["replicas"] == ("2:6" if scales else 3)
-    assert args.get("scaling") == ({"orchestrator_load": 7} if scales else None)
-    assert "scaling" not in application("draft", values)["args"]  # workers that stay report nothing
-    assert render(values)["pdb-orchestrator.yaml"]["spec"]["minAvailable"] == bounds[0] - 1
+def test_dashboards_are_those_of_the_folder():
+    data = render(EVERYTHING)["configmap-dashboards.yaml"].get("data") or {}
+    assert set(data) == {path.name for path in (CHART / "dashboards").glob("*.json")}

@@ -1,7 +1,6 @@
 """The bundled Redis: started as its pod starts it, with passwords of any characters, and bounded."""
 
 import contextlib
-import json
 import os
 import re
 import socket
@@ -16,19 +15,7 @@ from gammaray.config import DraftSettings, OrchestratorSettings
 from gammaray.deploy.redis_connection import OLDEST_VERSION, SUPPORTED_SERVERS
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.redis_server import redis_binary
-from tests.support.chart.chart_helpers import (
-    EVERYTHING,
-    NAME,
-    NAMESPACE,
-    ROOT,
-    chart,
-    container,
-    environment,
-    groups,
-    passing_pods,
-    pods,
-    render,
-)
+from tests.support.chart.chart_helpers import NAME, ROOT, container, environment, groups, pods
 
 PASSWORDS = [
     "https://user:pass@host/0?db=1",
@@ -133,27 +120,8 @@ def test_redis_rejects_writes_above_maxmemory_below_the_pod_limit(tmp_path, perc
         assert client.get("kept") == b"x"
 
 
-def test_limit_and_password_come_from_the_pod():
-    shown = environment(pods()["redis"])
-    assert shown["MEMORY_LIMIT"] == {
-        "resourceFieldRef": {"containerName": "redis", "resource": "limits.memory"}
-    }
-    assert shown["REDISCLI_AUTH"] == {"secretKeyRef": {"name": f"{NAME}-redis", "key": "password"}}
-    assert "limits" in container(pods()["redis"])["resources"]
-
-
-def test_no_argument_of_a_pod_refers_to_a_secret():
-    for values in ({}, EVERYTHING):
-        for name, template in {**pods(values), **passing_pods(values)}.items():
-            secrets = {key for key, value in environment(template).items() if isinstance(value, dict)}
-            only = container(template)
-            arguments = json.dumps([only.get("command", []), only.get("args", [])])
-            assert not [key for key in secrets if f"$({key})" in arguments], name
-
-
-@pytest.mark.parametrize(
-    ("url", "password", "expected"),
-    [
+def test_password_is_put_into_urls_that_have_none():
+    for url, password, expected in (
         ("redis://host:6379/0", "", "redis://host:6379/0"),
         ("redis://host:6379/0", "a b+c/@:#%", "redis://:a%20b%2Bc%2F%40%3A%23%25@host:6379/0"),
         ("redis://user@host", "x", "redis://user:x@host"),
@@ -161,35 +129,8 @@ def test_no_argument_of_a_pod_refers_to_a_secret():
         ("redis://:own@host/0", "x", "redis://:own@host/0"),
         ("unix:///run/redis.sock", "x", "unix://:x@/run/redis.sock"),
         ("", "x", ""),
-    ],
-)
-def test_password_is_put_into_urls_that_have_none(url, password, expected):
-    assert DraftSettings(redis_url=url, redis_password=password).redis_login_url == expected
-
-
-def test_password_of_an_external_redis_may_be_separate_from_its_url():
-    values = {"redis": {"urlSecret": {"name": "mine"}, "passwordSecret": {"name": "pw", "key": "p"}}}
-    shown = environment(groups(values)["draft"]["template"])
-    assert shown["GAMMARAY_REDIS_URL"] == {"secretKeyRef": {"name": "mine", "key": "url"}}
-    assert shown["GAMMARAY_REDIS_PASSWORD"] == {"secretKeyRef": {"name": "pw", "key": "p"}}
-
-
-def test_releases_on_one_external_redis_have_keys_of_their_own():
-    values = {"redis": {"urlSecret": {"name": "mine"}}}
-    for role in ("draft", "target", "orchestrator"):
-        shown = environment(groups(values)[role]["template"])
-        assert shown["GAMMARAY_REDIS_PREFIX"] == f"{NAMESPACE}.{NAME}"
-        OrchestratorSettings(redis_prefix=shown["GAMMARAY_REDIS_PREFIX"])
-    # The bundled Redis belongs to one release.
-    assert "GAMMARAY_REDIS_PREFIX" not in environment(groups()["draft"]["template"])
-
-
-def test_repeated_rendering_gives_the_same_manifests():
-    """GitOps tools render charts repeatedly and without a cluster."""
-    for values in ({}, EVERYTHING):
-        given = {"image": {"registry": "r"}, **values}
-        assert chart().render(given, name="x") == chart().render(given, name="x")
-        assert "Secret" not in {manifest["kind"] for manifest in render(values).values()}
+    ):
+        assert DraftSettings(redis_url=url, redis_password=password).redis_login_url == expected
 
 
 def test_readiness_probe_requires_a_pong():

@@ -156,7 +156,7 @@ def test_copied_files_exist_and_are_not_ignored():
 
 
 def test_images_install_no_embedded_server():
-    """A cluster of images has its own Redis; only `gammaray up` on one machine starts an embedded one."""
+    """A cluster of images has a Redis of its own; only `gammaray up` starts an embedded one."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = re.findall(r"\[([a-z]+(?:,[a-z]+)+)\]", DOCKERFILE.read_text())
     assert len(wanted) == 5  # wheels and image of orchestrator and worker-cpu, and worker-gpu

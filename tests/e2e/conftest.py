@@ -1,8 +1,5 @@
 """One cluster for most end-to-end tests: starting it is what takes the time."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,15 +7,10 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.cluster.cluster_helpers import Cluster, running_cluster
-from tests.support.otlp_receiver import Receiver, receiving
+from tests.support.cluster.cluster_helpers import running_cluster
+from tests.support.otlp_receiver import receiving
 
-OWN_CLUSTERS = (
-    "test_distributions",
-    "test_lifecycle",
-    "test_trust",
-    "test_smoke",
-)
+OWN_CLUSTERS = ("test_distributions", "test_lifecycle", "test_trust", "test_smoke")
 """Files whose tests have clusters of their own, those that take longest first."""
 
 
@@ -42,14 +34,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def collector() -> Iterator[tuple[str, Receiver]]:
+def collector():
     """Where the cluster's spans go, those of callers that are sampled themselves."""
     with receiving() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def cluster(collector: tuple[str, Receiver]) -> Iterator[Cluster]:
+def cluster(collector):
     with ExitStack() as started:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", collector[0])
@@ -60,7 +52,7 @@ def cluster(collector: tuple[str, Receiver]) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def idle_afterwards(cluster: Cluster) -> Iterator[None]:
+def idle_afterwards(cluster):
     """Whatever a module's tests did, no session may be left on orchestrator or workers."""
     yield
     cluster.wait_until_idle()

@@ -1,7 +1,5 @@
 """The wheels that `make dist` builds, installed into fresh environments: the client alone, and a cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
@@ -88,7 +85,7 @@ def built(project: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
+def wheels(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     left_out = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info", "build")
     for name in SOURCES:
@@ -104,7 +101,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
 
 
 @pytest.fixture(scope="module")
-def client_environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def client_environment(wheels, tmp_path_factory):
     """The client's wheel and its dependencies, taken from the environment of this test without an index."""
     environment = fresh(tmp_path_factory.mktemp("client-environment"))
     for name in required("gammaray"):
@@ -153,7 +150,7 @@ def names(wheel: Path) -> list[str]:
         return archive.namelist()
 
 
-def test_client_wheel_is_pure_and_small(wheels: Wheels) -> None:
+def test_client_wheel_is_pure_and_small(wheels):
     assert wheels.client.name.endswith("-py3-none-any.whl")
     assert wheels.client.stat().st_size < MAX_CLIENT_BYTES
     held = names(wheels.client)
@@ -161,7 +158,7 @@ def test_client_wheel_is_pure_and_small(wheels: Wheels) -> None:
     assert "services/engine/native/kernel.c" in held
 
 
-def test_demo_wheel_holds_the_weights_and_both_licences(wheels: Wheels) -> None:
+def test_demo_wheel_holds_the_weights_and_both_licences(wheels):
     held = names(wheels.demo)
     assert {f"gammaray_demo_pair/{role}/model.safetensors" for role in ("target", "draft")} <= set(held)
     with zipfile.ZipFile(wheels.demo) as archive:
@@ -172,7 +169,7 @@ def test_demo_wheel_holds_the_weights_and_both_licences(wheels: Wheels) -> None:
     assert "License-Expression: Apache-2.0 AND PSF-2.0" in metadata(wheels.demo)
 
 
-def test_package_description_has_no_relative_links(wheels: Wheels) -> None:
+def test_package_description_has_no_relative_links(wheels):
     """Package indexes show the description without the repository: links into it would lead nowhere."""
     assert "License-Expression: Apache-2.0\n" in metadata(wheels.client)
     for wheel in (wheels.client, wheels.demo):
@@ -182,7 +179,7 @@ def test_package_description_has_no_relative_links(wheels: Wheels) -> None:
         assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
 
 
-def test_client_works_without_the_server_packages(client_environment: Environment) -> None:
+def test_client_works_without_the_server_packages(client_environment):
     pip(client_environment.command("python"), "check")
     program = f"""
 import importlib.util, json, sys, gammaray
@@ -196,9 +193,7 @@ print(json.dumps([gammaray.__file__, absent]))
     assert "generate" in client_environment.run("gammaray", "--help").stdout
 
 
-def test_client_without_server_packages_names_the_extra_for_a_cluster(
-    client_environment: Environment,
-) -> None:
+def test_client_without_server_packages_names_the_extra_for_a_cluster(client_environment):
     ended = subprocess.run(
         [client_environment.command("gammaray"), "up"],
         capture_output=True,
@@ -212,7 +207,7 @@ def test_client_without_server_packages_names_the_extra_for_a_cluster(
 
 
 @pytest.fixture(scope="module")
-def server_environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def server_environment(wheels, tmp_path_factory):
     """Both wheels; torch and the like are those of the environment of this test."""
     environment = fresh(tmp_path_factory.mktemp("server-environment"))
     environment.install(wheels.client, wheels.demo)
@@ -221,7 +216,7 @@ def server_environment(wheels: Wheels, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def address(server_environment: Environment) -> Iterator[str]:
+def address(server_environment):
     """The gRPC address of a cluster that `gammaray up` started from the wheels."""
     http_port, grpc_port = free_ports("127.0.0.1", 2)
     options = ["--wait-ready", "--die-with-parent", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
@@ -242,7 +237,7 @@ def address(server_environment: Environment) -> Iterator[str]:
 
 
 @pytest.mark.timeout(START_TIMEOUT_S + STOP_TIMEOUT_S)
-def test_wheels_serve_a_completion(server_environment: Environment, address: str) -> None:
+def test_wheels_serve_a_completion(server_environment, address):
     program = "import gammaray_demo_pair, services; print(services.__file__, gammaray_demo_pair.__file__)"
     for place in server_environment.run("python", "-c", program).stdout.split():
         assert Path(place).is_relative_to(server_environment.folder)

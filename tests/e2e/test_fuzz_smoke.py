@@ -1,7 +1,5 @@
 """A few seconds of fuzzing: nothing hangs, breaks, leaks or is refused without a type."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,7 +9,6 @@ import pytest
 from tests.fuzz.campaign import Campaign
 from tests.fuzz.fuzz_run import run
 from tests.fuzz.openapi_fuzz import SURFACE, schemathesis
-from tests.support.cluster.cluster_helpers import Cluster
 from tests.support.openapi_helpers import document
 
 SEED = 11
@@ -20,7 +17,7 @@ TIMEOUT_S = 200.0
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
-def test_fuzzing_finds_nothing(cluster: Cluster):
+def test_fuzzing_finds_nothing(cluster):
     report = run(cluster, seconds=8, seed=SEED, say=print)
     print(report)
     assert report.is_clean, str(report)
@@ -30,7 +27,7 @@ def test_fuzzing_finds_nothing(cluster: Cluster):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-async def test_schemathesis_finds_nothing(cluster: Cluster):
+async def test_schemathesis_finds_nothing(cluster):
     campaign = Campaign(0, SEED)
     options = ("--phases", "fuzzing", "--max-examples", "8", "--no-shrink")
     await schemathesis(cluster.http, campaign, SEED, TIMEOUT_S, *options)

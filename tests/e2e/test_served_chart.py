@@ -4,7 +4,6 @@ import subprocess
 import sys
 import urllib.request
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ def manifest(template: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def addresses(tmp_path_factory):
     path = tmp_path_factory.mktemp("chart") / "serve.yaml"
     path.write_text(manifest("rayservice.yaml")["spec"]["serveConfigV2"])
     log = path.with_suffix(".log")
@@ -76,8 +75,7 @@ def test_configuration_of_the_chart_serves_the_targets_own_text(addresses):
     with Client(addresses[1], timeout_s=120) as client:
         plain = client.complete(PROMPT, max_tokens=24, temperature=0, gamma=0)
         drafted = undisturbed(
-            lambda: client.complete(PROMPT, max_tokens=24, temperature=0, gamma=4),
-            is_without_model,
+            lambda: client.complete(PROMPT, max_tokens=24, temperature=0, gamma=4), is_without_model
         )
     assert plain.text == drafted.text
     assert drafted.summary.accepted_tokens > 0

@@ -1,7 +1,5 @@
 """Traces of a whole cluster: both APIs use the callers' contexts, and other requests are not traced."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -9,7 +9,7 @@ import pytest
 
 from gammaray import Client, UnauthenticatedError
 from gammaray.security.keys import create_key
-from tests.support.cluster.cluster_helpers import Cluster, running_cluster
+from tests.support.cluster.cluster_helpers import running_cluster
 from tests.support.tls_helpers import Authority, role_certificates
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -36,7 +36,7 @@ def guarded(keys, key_file):
             yield cluster
 
 
-def test_client_without_a_key_is_rejected_by_both_apis(guarded: Cluster):
+def test_client_without_a_key_is_rejected_by_both_apis(guarded):
     for api_key in (None, "gr_00000000_" + "x" * 43):
         with Client(guarded.grpc, api_key=api_key) as client:
             with pytest.raises(UnauthenticatedError):
@@ -51,7 +51,7 @@ def test_client_without_a_key_is_rejected_by_both_apis(guarded: Cluster):
             assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_tenant_completes_over_both_apis(guarded: Cluster, keys):
+def test_tenant_completes_over_both_apis(guarded, keys):
     _, secret = keys["acme"]
     with Client(guarded.grpc, api_key=secret) as client:
         completion = client.complete(PROMPT, max_tokens=8, seed=1, session_id="mine", ignore_eos=True)
@@ -61,7 +61,7 @@ def test_tenant_completes_over_both_apis(guarded: Cluster, keys):
     assert official.completions.create(model="", prompt=PROMPT, max_tokens=4).usage.completion_tokens == 4
 
 
-def test_no_secret_in_arguments_environment_or_logs(guarded: Cluster, keys):
+def test_no_secret_in_arguments_environment_or_logs(guarded, keys):
     (redis,) = [process for process, command in guarded.commands() if "valkey-server" in command[0]]
     redis_directory = Path(redis.cwd())
     secrets = [secret for _, secret in keys.values()]

@@ -8,8 +8,6 @@ was refused without a type, hung, crashed, changed a token, delayed that stream,
 more afterwards than before.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

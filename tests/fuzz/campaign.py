@@ -1,7 +1,5 @@
 """One run of the fuzzer: its time, its random choices, and its findings."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

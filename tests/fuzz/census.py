@@ -1,7 +1,5 @@
 """Resources of the processes of a cluster: memory, file descriptors, sessions, queues and KV cache."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

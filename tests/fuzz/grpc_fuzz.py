@@ -1,7 +1,5 @@
 """Calls to gRPC services with messages that were tampered with: the public one, and the workers' own."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator

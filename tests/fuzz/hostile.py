@@ -1,8 +1,6 @@
 """Workers that break their contract, with a real orchestrator: drafters can only cost speed, targets only
 their own requests."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

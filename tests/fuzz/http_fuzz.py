@@ -1,7 +1,5 @@
 """Invalid requests to the HTTP API, and the allowed responses."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket
@@ -108,12 +106,7 @@ async def fuzz_http(base_url: str, campaign: Campaign, name: str) -> None:
 
 
 async def _send(
-    http: httpx.AsyncClient,
-    method: str,
-    path: str,
-    body: bytes,
-    rng: random.Random,
-    campaign: Campaign,
+    http: httpx.AsyncClient, method: str, path: str, body: bytes, rng: random.Random, campaign: Campaign
 ) -> None:
     story = f"{method} {path} {body[:300]!r}"
     try:

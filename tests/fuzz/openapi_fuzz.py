@@ -4,8 +4,6 @@ It checks statuses, content types, headers and bodies of the answers against the
 document forbids is refused, and that methods which it does not name are.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

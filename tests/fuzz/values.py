@@ -1,7 +1,5 @@
 """Hostile values: of JSON, of protobuf messages, and of bytes."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -4,8 +4,6 @@ An orchestrator in this process serves the demo pair. What the HTTP API alone de
 tests/unit/orchestrator/api/http.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Worker connections against scripted gRPC servers: batching, deadlines, failure, reconnect, rejection."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The caller's deadline is passed to the workers, and a short one does not mark them as failed."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Fallback of drafters on scripted workers: within a cycle, with recovery, lossless at every step."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

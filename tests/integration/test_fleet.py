@@ -1,7 +1,5 @@
 """The fleet: workers that join and leave, and workers with another vocabulary."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import AsyncExitStack
 

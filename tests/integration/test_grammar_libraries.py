@@ -4,8 +4,6 @@ Target workers that compute other masks than the orchestrator get none. A resume
 tokens follow the grammar with the version of the process that resumes it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Sessions and target models: a session continues only with the model that began it."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 

@@ -1,7 +1,5 @@
 """More requests than an orchestrator takes: fair between tenants, refused with a delay, over in time."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -1,7 +1,5 @@
 """Retained caches of ended sessions save computation, change no token, and serve their tenant only."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from contextlib import aclosing

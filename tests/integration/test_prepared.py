@@ -1,7 +1,5 @@
 """Proposals that arrive before they are requested: same text, fewer waits, no effect of invalid ones."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

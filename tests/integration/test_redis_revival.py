@@ -1,7 +1,5 @@
 """The private Redis: its password is kept, it is restarted, acknowledged writes survive kill -9."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The Responses API over a real orchestrator: sessions, caches and stored responses agree."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager
 

@@ -1,7 +1,5 @@
 """Takeover of sessions: two orchestrators, real workers of the demo pair, a real Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import time

@@ -1,7 +1,5 @@
 """The orchestrator with the demo pair in real worker processes and a real Redis, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import aclosing
@@ -24,13 +22,7 @@ from gammaray.wire.sessions import SessionState
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.workers.protocol import DRAFT, TARGET
 from tests.support.workers.scripted_workers import until_so
-from tests.support.workers.service_helpers import (
-    PROMPTS,
-    SEEDED,
-    complete,
-    text_of,
-    tokens_of,
-)
+from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, text_of, tokens_of
 
 pytestmark = pytest.mark.integration
 

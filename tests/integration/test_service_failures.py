@@ -1,7 +1,5 @@
 """Rejected requests and survived failures of the orchestrator, on scripted workers and a real Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from urllib.parse import urlsplit

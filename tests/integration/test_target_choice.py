@@ -1,7 +1,5 @@
 """Sessions go to targets with their adapter, of the same weights, that have the library of their grammar."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import AsyncExitStack
 

@@ -1,7 +1,5 @@
 """Targets that verify chains only, such as vLLM: they are neither asked for nor sent trees."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

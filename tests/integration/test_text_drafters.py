@@ -1,7 +1,5 @@
 """Past outputs and predictions as drafts: the tokens stay the same, and no tenant gets another one's text."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 

@@ -1,16 +1,18 @@
 """Traces of real processes, as a real OTLP receiver gets them, also over a takeover and of a failure."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
+import signal
+import subprocess
 import time
-from contextlib import aclosing
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from docs.make_telemetry import ATTRIBUTES
+from docs.make_telemetry import ATTRIBUTES, SPANS
 from gammaray.errors import NotFoundError, UnavailableError
 from gammaray.telemetry import names as t
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
@@ -19,20 +21,9 @@ from gammaray.wire.cycles import cycles_from_proto
 from orchestrator.access.caller import ANONYMOUS, Caller
 from services.demo_pair import TARGET_DIR
 from tests.support.head_helpers import bigram_head
-from tests.support.otlp_receiver import receiving
+from tests.support.otlp_receiver import ReceivedSpan, receiving
 from tests.support.workers.redis_helpers import running_redis
-from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of
-from tests.support.workers.tracing_helpers import (
-    ASKING,
-    SERVING,
-    assert_as_documented,
-    assert_nested,
-    children,
-    exporting_worker,
-    is_whole,
-    named,
-    of_trace,
-)
+from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 from tests.support.workers.workers_helpers import Link, verify_block
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400), pytest.mark.slow]
@@ -42,14 +33,77 @@ CALLER_SPAN = "b7ad6b7169203331"
 SAMPLED = Caller(traceparent=f"00-{TRACE_ID}-{CALLER_SPAN}-01")
 TIMEOUT_S = 60.0
 
+STOP_TIMEOUT_S = 60.0
+MICROSECOND_NS = 1000
+ASKING, SERVING = ("client", "producer"), ("server", "consumer")
+
+
+@contextmanager
+def exporting_worker(
+    role: str, environment: dict[str, str], model: str = "demo"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a worker, with the demo pair by default; yields its process and address. Ends it with SIGTERM."""
+    with worker_process(role, model, environment=environment) as (process, address):
+        yield process, address
+        process.send_signal(signal.SIGTERM)
+        process.wait(STOP_TIMEOUT_S)
+
+
+def of_trace(spans: Sequence[ReceivedSpan], trace_id: str) -> list[ReceivedSpan]:
+    return [span for span in spans if span.trace_id == trace_id]
+
+
+def named(spans: Sequence[ReceivedSpan], name: str, kind: str | None = None) -> list[ReceivedSpan]:
+    found = [span for span in spans if span.name == name and kind in (None, span.kind)]
+    return sorted(found, key=lambda span: span.start_ns)
+
+
+def is_whole(spans: Sequence[ReceivedSpan]) -> bool:
+    """Return whether a generation has ended, and its cycles and the workers' sides of them have come."""
+    roots = named(spans, t.SPAN_GENERATE)
+    if not roots or len(named(spans, t.SPAN_CYCLE)) != roots[0].attributes[t.CYCLES]:
+        return False
+    asked = [span for span in spans if span.kind in ASKING and not span.is_error]
+    num_served = sum(span.kind in SERVING for span in spans if span.name != t.SPAN_GENERATE)
+    return num_served >= sum(span.attributes[t.BLOCKS] for span in asked)
+
+
+def children(spans: Sequence[ReceivedSpan]) -> dict[str, list[ReceivedSpan]]:
+    found = defaultdict(list)
+    for span in spans:
+        found[span.parent_id].append(span)
+    return found
+
+
+def assert_nested(spans: Sequence[ReceivedSpan]) -> None:
+    """Every span that is waited for lies within its parent, to the microsecond that records are kept in."""
+    by_id = {span.span_id: span for span in spans}
+    assert len(by_id) == len(spans)
+    for span in spans:
+        assert span.start_ns <= span.end_ns, span
+        parent = by_id.get(span.parent_id)
+        if parent is not None and span.kind != "consumer":
+            assert parent.start_ns - MICROSECOND_NS <= span.start_ns, (span, parent)
+            assert span.end_ns <= parent.end_ns + MICROSECOND_NS, (span, parent)
+
+
+def assert_as_documented(span: ReceivedSpan) -> None:
+    """The span is one of the catalogue, with all of its attributes that it must have and no other."""
+    spec = next(spec for spec in SPANS if (spec.name, spec.kind) == (span.name, span.kind))
+    assert span.resource["service.name"] == f"gammaray-{spec.process}"
+    names = set(span.attributes)
+    assert set(spec.always) <= names, set(spec.always) - names
+    assert names <= {*spec.always, *spec.sometimes}, names - {*spec.always, *spec.sometimes}
+    types = {"string": str, "boolean": bool, "int": int, "double": float, "string[]": list}
+    for name in names:
+        attribute = next(known for known in ATTRIBUTES if known.name == name)
+        assert type(span.attributes[name]) is types[attribute.type], name
+
 
 @pytest.fixture(scope="module")
 def collector():
     with receiving() as (endpoint, receiver):
-        environment = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-            "OTEL_BSP_SCHEDULE_DELAY": "100",
-        }
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
         yield environment, receiver
 
 
@@ -213,10 +267,7 @@ def _check_takeover(spans, addresses, offset):
 
 
 def _environment(endpoint):
-    return {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-        "OTEL_BSP_SCHEDULE_DELAY": "100",
-    }
+    return {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
 
 
 async def _survive_a_target_and_resume(redis, survivor, draft):

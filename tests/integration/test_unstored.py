@@ -1,7 +1,5 @@
 """Completions that are not stored: nothing of them is in Redis, and all else is as of those that are."""
 
-from __future__ import annotations
-
 from contextlib import asynccontextmanager
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Drafters and verifiers on scripted workers: feeding, refusals, failover, spreading of sessions."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 

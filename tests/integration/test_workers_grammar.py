@@ -1,7 +1,5 @@
 """Grammars in draft and target workers: the tokens of gamma 0 whatever is proposed, and valid documents."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """A head in the target worker: the tokens of gamma 0, drafted and verified in one call."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Workers whose device is lost or stuck leave: unhealthy, deregistered, ended; after other errors not."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -34,7 +32,7 @@ ORDINARY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 Gi
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def model(tmp_path_factory):
     return tiny_model("llama", tmp_path_factory.mktemp("lost"), max_position_embeddings=1024)
 
 
@@ -64,9 +62,7 @@ async def assert_left(link: Link, worker: Any) -> None:
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-async def test_error_that_loses_the_device_ends_the_worker(
-    role: str, model: Any, redis: Any, redis_server: Any
-) -> None:
+async def test_error_that_loses_the_device_ends_the_worker(role, model, redis, redis_server):
     def step(*_: Any, **__: Any) -> Any:
         raise LOST
 
@@ -81,7 +77,7 @@ async def test_error_that_loses_the_device_ends_the_worker(
         assert not await redis.keys(f"gammaray:worker:{role}:*")
 
 
-async def test_ordinary_error_fails_its_blocks_alone(model: Any) -> None:
+async def test_ordinary_error_fails_its_blocks_alone(model):
     async with running("target", model) as (link, worker):
         engine = worker.engine.scheduler.engine
         right = engine.step
@@ -106,7 +102,7 @@ class LateFault(Tensor):
         raise LOST
 
 
-async def test_error_that_arrives_with_the_logits_ends_the_worker(model: Any) -> None:
+async def test_error_that_arrives_with_the_logits_ends_the_worker(model):
     async with running("target", model) as (link, worker):
         right = worker.engine.scheduler.engine.step
         break_steps(
@@ -116,9 +112,7 @@ async def test_error_that_arrives_with_the_logits_ends_the_worker(model: Any) ->
         await assert_left(link, worker)
 
 
-async def test_error_that_arrives_with_the_wait_for_the_device_ends_the_worker(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_error_that_arrives_with_the_wait_for_the_device_ends_the_worker(model, monkeypatch):
     """Kernels run after they were launched: without a read result the wait is where they fail."""
 
     def wait(_: Any) -> None:
@@ -130,9 +124,7 @@ async def test_error_that_arrives_with_the_wait_for_the_device_ends_the_worker(
         await assert_left(link, worker)
 
 
-async def test_forward_time_contains_the_wait_for_the_device(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_forward_time_contains_the_wait_for_the_device(model, monkeypatch):
     async with running("target", model) as (link, _):
         monkeypatch.setattr(scheduling, "wait_for_device", lambda device: time.sleep(0.25))
         answer = await link.ask(block("target"))
@@ -156,9 +148,7 @@ class Stuck:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["one of its processes is dead", "a step takes too long"])
-async def test_worker_leaves_while_its_engine_is_stuck(
-    how: str, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_worker_leaves_while_its_engine_is_stuck(how, model, monkeypatch):
     monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.2)
 
     def check() -> None:
@@ -182,7 +172,7 @@ async def test_worker_leaves_while_its_engine_is_stuck(
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-async def test_worker_whose_steps_have_a_bound_answers_during_one(role: str, model: Any) -> None:
+async def test_worker_whose_steps_have_a_bound_answers_during_one(role, model):
     stuck = Stuck()
     async with running(role, model) as (link, worker):
         break_steps(worker, stuck.step)
@@ -196,7 +186,7 @@ async def test_worker_whose_steps_have_a_bound_answers_during_one(role: str, mod
         stuck.may_end.set()
 
 
-async def test_idle_worker_whose_engine_is_lost_leaves(model: Any) -> None:
+async def test_idle_worker_whose_engine_is_lost_leaves(model):
     def check() -> None:
         raise EngineLostError("process 7 of the engine ended with status -9")
 
@@ -208,7 +198,7 @@ async def test_idle_worker_whose_engine_is_lost_leaves(model: Any) -> None:
 
 
 @pytest.mark.slow
-async def test_worker_with_a_slow_step_stays(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_with_a_slow_step_stays(model, monkeypatch):
     """Only a scheduler with `step_timeout_s` bounds the time of a step."""
     monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.0)
     async with running("target", model) as (link, worker):
@@ -224,9 +214,7 @@ async def test_worker_with_a_slow_step_stays(model: Any, monkeypatch: pytest.Mon
         assert worker.engine.why_stuck() == ""
 
 
-async def test_idle_worker_after_a_failed_step_is_not_stuck(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_idle_worker_after_a_failed_step_is_not_stuck(model, monkeypatch):
     monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.0)
 
     def step(*_: Any, **__: Any) -> Any:

@@ -92,46 +92,6 @@ async def test_verify_tree_walks_to_the_right_leaf(target, reference):
     assert emitted(await target.ask(follow)) == reference[4:5]
 
 
-async def test_target_requests_all_tokens_of_an_unknown_session(target, reference):
-    middle = types.TokenSpan(start=5, token_ids=PROMPT[5:])
-    assert (await target.ask(verify_block(PROMPT, context=middle))).need.position == 0
-    no_spec = verify_block(PROMPT)
-    no_spec.ClearField("spec")
-    answer = await target.ask(no_spec)
-    assert answer.WhichOneof("outcome") == "need"
-    assert answer.need.position == 0
-    assert emitted(await target.ask(verify_block(PROMPT))) == reference[:1]
-
-
-async def test_target_requests_missing_tokens_from_its_cached_length(target, reference):
-    await target.ask(verify_block(PROMPT))
-    tokens = PROMPT + reference[:6]
-    gap = verify_block(tokens, context=types.TokenSpan(start=len(tokens) - 1, token_ids=tokens[-1:]))
-    gap.ClearField("spec")
-    held = len(PROMPT) + 1  # The prompt and the verdict's own token.
-    assert (await target.ask(gap)).need.position == held
-    gap.context.CopyFrom(types.TokenSpan(start=held, token_ids=tokens[held:]))
-    assert emitted(await target.ask(gap)) == reference[6:7]
-
-
-async def test_new_owner_must_resend_tokens_that_the_old_owner_did_not_commit(target):
-    first = await target.ask(verify_block(PROMPT))
-    tokens = [*PROMPT, first.verdict.next_token_id]
-    block = verify_block(
-        [*tokens, 1], epoch=2, context=types.TokenSpan(start=len(tokens), token_ids=[1]), spec=None
-    )
-    assert (await target.ask(block)).need.position == len(PROMPT)
-
-
-async def test_stale_epoch_is_refused_and_a_newer_one_wins(target, reference):
-    await target.ask(verify_block(PROMPT, epoch=5))
-    stale = await target.ask(verify_block(PROMPT, epoch=4))
-    assert stale.error.code == FAILED_PRECONDITION
-    assert "4" in stale.error.message
-    assert "5" in stale.error.message
-    assert emitted(await target.ask(verify_block(PROMPT, epoch=6))) == reference[:1]
-
-
 @pytest.mark.parametrize("method", list(VerificationMethod))
 async def test_same_block_again_gives_the_same_answer(target, method):
     params = SamplingParams(temperature=1.0, seed=11)

@@ -5,8 +5,6 @@ that still fails. With `--mutants` it plants faults into the product and prints 
 found.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

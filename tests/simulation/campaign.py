@@ -1,7 +1,5 @@
 """Runs schedules by the hundred, and shortens the history of one that fails."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import hashlib

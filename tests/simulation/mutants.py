@@ -1,198 +1,201 @@
 """Faults to plant into the product, of the kinds that reviews found: the simulation must find them.
 
-A mutant is an edit of one module's source, in a process of its own.
+A mutant is an edit of one function's syntax tree, in a process of its own.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("grpc.aio", "llguidance", "redis.asyncio", "torch", "transformers.models.auto.tokenization_auto")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A planted fault.
-
-    Args:
-        path: The module.
-        old: Text of it that occurs once.
-        new: What stands there instead.
-    """
-
-    path: str
-    old: str
-    new: str
-
-
-_PIPELINE, _SCRIPTS = "orchestrator/cycle/pipeline.py", "orchestrator/storage/session_scripts.py"
-_LIFECYCLE, _CONNECTION = "orchestrator/sessions/lifecycle.py", "orchestrator/workers/connection.py"
-_CLIENT, _SESSIONS = "orchestrator/workers/session_client.py", "services/scheduling/sessions.py"
-_STREAMS, _STORE = "services/streaming/streams.py", "orchestrator/storage/session_store.py"
-_VERIFIER, _TARGET = "orchestrator/workers/verifier.py", "services/own/target_scheduler.py"
-
-MUTANTS = {
-    "delivered before it is stored": Mutant(
-        _PIPELINE,
-        "        await write\n",
-        "        asyncio.get_running_loop().call_later(0.02, write.close)\n",
-    ),
-    "stored after delivery": Mutant(
-        _PIPELINE, "        await write\n", "        asyncio.create_task(write)\n"
-    ),
-    "the store does not compare epochs": Mutant(
-        _SCRIPTS, "if tonumber(head[1]) ~= tonumber(epoch) then return -2 end\n", ""
-    ),
-    "a takeover keeps the epoch": Mutant(
-        _SCRIPTS,
-        "local epoch = next_epoch()\nredis.call('HSET', KEYS[1], 'lease'",
-        "local epoch = tonumber(head[1])\nredis.call('HSET', KEYS[1], 'lease'",
-    ),
-    "a commit is not recognised when it is sent again": Mutant(
-        _SCRIPTS, "local replayed = length == offset + #data and", "local replayed = false and"
-    ),
-    "the last commit does not end the turn": Mutant(
-        _SCRIPTS, "fields[#fields + 1], fields[#fields + 2] = 'finish_reason', reason\n", ""
-    ),
-    "an ended session stays among the running ones": Mutant(
-        _SCRIPTS,
-        "redis.call('HDEL', KEYS[1], 'lease')\nredis.call('SREM', KEYS[4], name)\nrenew()\nreturn length",
-        "redis.call('HDEL', KEYS[1], 'lease')\nrenew()\nreturn length",
-    ),
-    "a cancelled turn accepts commits": Mutant(
-        _SCRIPTS, "if head[2] == 'cancelled' then return -4 end\n", ""
-    ),
-    "answers of one batch are swapped": Mutant(
-        "orchestrator/storage/client.py",
-        "zip(calls, await self._run(calls), strict=True)",
-        "zip(calls, (await self._run(calls))[::-1], strict=True)",
-    ),
-    "a resumed session has the first epoch": Mutant(
-        _LIFECYCLE, "session.epoch, session.model_identity = stored.epoch, stored.model_identity", "pass"
-    ),
-    "a resumed session has another seed": Mutant(
-        _LIFECYCLE, "seed=stored.seed, sample_index=stored.sample_index", "seed=stored.seed + 1"
-    ),
-    "the replay begins a token late": Mutant(
-        _LIFECYCLE,
-        "for start in range(self.offset, len(tokens), REPLAY_TOKENS):",
-        "for start in range(self.offset + 1, len(tokens), REPLAY_TOKENS):",
-    ),
-    "the replay begins a token early": Mutant(
-        _LIFECYCLE,
-        "            began,\n            stored.tokens,\n            request.resume_from,",
-        "            began,\n            stored.tokens,\n            max(0, request.resume_from - 1),",
-    ),
-    "the client resumes where it began": Mutant(
-        "gammaray/client/resume.py",
-        "request = replace(request, resume_from=offset)",
-        "request = replace(request, resume_from=0)",
-    ),
-    "a place is not given back": Mutant(
-        "orchestrator/access/admission.py",
-        "            self._leave(caller.tenant)\n\n    async def _enter",
-        "            __import__('sys').exc_info()[0] or self._leave(caller.tenant)\n\n    async def _enter",
-    ),
-    "calls stay unanswered when a link breaks": Mutant(
-        _CONNECTION,
-        "                future.set_exception(UnavailableError(message))\n",
-        "                pass\n",
-    ),
-    "a link is not opened again": Mutant(
-        _CONNECTION,
-        "                self._lose(error)\n            except",
-        "                self._lose(error)\n                return\n            except",
-    ),
-    "answers go to the call before": Mutant(
-        _CONNECTION,
-        "future = self.pending.get(result.request_id)\n                if future is None:",
-        "future = self.pending.get(result.request_id - 1) or self.pending.get(result.request_id)\n"
-        "                if future is None:",
-    ),
-    "a release is lost": Mutant(
-        _CONNECTION, "            self._releases.append(pb.ReleaseSession(", "            (pb.ReleaseSession("
-    ),
-    "a session stays attached to its link": Mutant(
-        _CONNECTION, "        self.sessions.discard(session_id)\n", ""
-    ),
-    "a listener stays after a release": Mutant(
-        "orchestrator/workers/drafter.py",
-        "            self._link.listeners.pop(session.session_id, None)\n        super().release(session)",
-        "            pass\n        super().release(session)",
-    ),
-    "a dropped session counts as cancelled": Mutant(
-        _VERIFIER, "                dropped = error\n", "                raise\n"
-    ),
-    "a worker keeps tokens that differ from the committed ones": Mutant(
-        _SESSIONS,
-        "            if ours != theirs:\n                break\n",
-        "",
-    ),
-    "a rejected token stays in the session": Mutant(
-        _TARGET,
-        "emitted = [*(proposal.token_ids[node] for node in path), verdict.next_token_id]",
-        "emitted = [*proposal.token_ids, verdict.next_token_id]",
-    ),
-    "the cache is not compared with the session": Mutant(
-        "services/scheduling/scheduler.py",
-        "        if same < num_cached:\n",
-        "        if False:\n",
-    ),
-    "a copied prefix is one token too long": Mutant(
-        "services/scheduling/scheduler.py",
-        "self.engine.fork(source, session.session_id, shared, ",
-        "self.engine.fork(source, session.session_id, shared + 1, ",
-    ),
-    "noise of the next position": Mutant(
-        _TARGET,
-        "judge(session.spec, proposal, logits, base, session.noise, edits)",
-        "judge(session.spec, proposal, logits, base + 1, session.noise, edits)",
-    ),
-    "an answered block counts as pending": Mutant(
-        _STREAMS, "        self._streams.num_ids -= task.num_ids\n", ""
-    ),
-    "a worker does not compare epochs": Mutant(
-        _SESSIONS,
-        "if session is not None and task.epoch < session.epoch:",
-        "if False:",
-    ),
-    "a reset of an idle connection to Redis is not retried": Mutant(
-        "gammaray/deploy/redis_connection.py", "except RuntimeError as error:", "except ImportError as error:"
-    ),
-}
-
-
-def edited(mutant: Mutant) -> str:
-    """Return the mutant's source.
-
-    Raises:
-        ValueError: The text to change does not occur exactly once.
-    """
-    source = (ROOT / mutant.path).read_text()
-    if source.count(mutant.old) != 1:
-        raise ValueError(
-            f"{mutant.path}: {mutant.old!r} occurs {source.count(mutant.old)} times, allowed: once"
-        )
-    return source.replace(mutant.old, mutant.new)
-
-
 _SEED_LIMIT_S = 30.0
 """Of a process per seed; a seed takes a tenth of a second on an idle core."""
 
 
+class _Edit(ast.NodeTransformer):
+    """Replaces the nodes that `matches` names by the code `new`, and counts them."""
+
+    def __init__(self, matches: Callable[[ast.AST], bool], new: str) -> None:
+        self.matches, self.new, self.count = matches, new, 0
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if not self.matches(node):
+            return self.generic_visit(node)
+        self.count += 1
+        if isinstance(node, ast.Constant):
+            return ast.Constant(self.new)
+        statement = ast.parse(self.new).body[0] if self.new != "return" else ast.Return()
+        return statement if isinstance(node, ast.stmt) else statement.value
+
+
+def statement(text: str, new: str = "pass") -> Callable[[ast.AST], _Edit]:
+    """Replace the simple statement that contains a text."""
+    simple = (ast.Assign, ast.AugAssign, ast.Expr, ast.Break, ast.Return)
+    return lambda place: _Edit(lambda node: isinstance(node, simple) and text in ast.unparse(node), new)
+
+
+def expression(text: str, new: str, call: str = "") -> Callable[[ast.AST], _Edit]:
+    """Replace the expression that is a text; with `call`, among the arguments of calls of that function."""
+
+    def edit(place: ast.AST) -> _Edit:
+        calls = [node for node in ast.walk(place) if isinstance(node, ast.Call)]
+        named = [node for node in calls if ast.unparse(node.func).rpartition(".")[2] == call]
+        inside = {inner for node in named for inner in ast.walk(node)}
+        return _Edit(
+            lambda node: (
+                isinstance(node, ast.expr) and ast.unparse(node) == text and (not call or node in inside)
+            ),
+            new,
+        )
+
+    return edit
+
+
+def script(text: str, new: str = "") -> Callable[[ast.AST], _Edit]:
+    """Replace a part of a script, which is a string."""
+
+    def edit(place: ast.AST) -> _Edit:
+        strings = [node.value for node in ast.walk(place) if isinstance(node, ast.Constant)]
+        (found,) = (value for value in strings if text in value)
+        return _Edit(
+            lambda node: isinstance(node, ast.Constant) and node.value == found, found.replace(text, new, 1)
+        )
+
+    return edit
+
+
+_SCRIPTS, _LIFECYCLE = "orchestrator/storage/session_scripts.py", "orchestrator/sessions/lifecycle.py"
+_WORKERS, _SCHEDULING = "orchestrator/workers", "services/scheduling"
+_LATE = "asyncio.get_running_loop().call_later(0.02, write.close)"
+_LEAVE, _PENDING = "self._leave(caller.tenant)", "self.pending.get(result.request_id)"
+_BEFORE, _REPLAYED = _PENDING.replace("_id)", "_id - 1)"), "range(self.offset, len(tokens), REPLAY_TOKENS)"
+_EMITTED = "emitted = [*proposal.token_ids, verdict.next_token_id]"
+
+PLACES = {
+    "orchestrator/cycle/pipeline.py:_CycleQueue.take": {
+        "delivered before it is stored": statement("await write", _LATE),
+        "stored after delivery": statement("await write", "asyncio.create_task(write)"),
+    },
+    f"{_SCRIPTS}:_FENCE": {
+        "the store does not compare epochs": script("tonumber(head[1]) ~= tonumber(epoch)", "false"),
+        "a cancelled turn accepts commits": script("head[2] == 'cancelled'", "false"),
+    },
+    f"{_SCRIPTS}:TAKE_OVER": {
+        "a takeover keeps the epoch": script("next_epoch()", "tonumber(head[1])"),
+    },
+    f"{_SCRIPTS}:_APPEND": {
+        "a commit is not recognised when it is sent again": script("length == offset + #data", "false"),
+    },
+    f"{_SCRIPTS}:END": {
+        "the last commit does not end the turn": script("'finish_reason', reason", "'reason', reason"),
+        "an ended session stays among the running ones": script("redis.call('SREM', KEYS[4], name)"),
+    },
+    "orchestrator/storage/client.py:BatchedScript._send": {
+        "answers of one batch are swapped": expression(
+            "await self._run(calls)", "(await self._run(calls))[::-1]"
+        ),
+    },
+    f"{_LIFECYCLE}:SessionManager._resume": {
+        "a resumed session has the first epoch": statement("session.epoch"),
+        "the replay begins a token early": expression(
+            "request.resume_from", "max(0, request.resume_from - 1)", call="OpenSession"
+        ),
+    },
+    f"{_LIFECYCLE}:_began": {
+        "a resumed session has another seed": expression("stored.seed", "stored.seed + 1"),
+    },
+    f"{_LIFECYCLE}:OpenSession.replay": {
+        "the replay begins a token late": expression(_REPLAYED, _REPLAYED.replace("offset", "offset + 1")),
+    },
+    "gammaray/client/resume.py:stream_completion": {
+        "the client resumes where it began": expression("offset", "0", call="replace"),
+    },
+    "orchestrator/access/admission.py:Admission.place": {
+        "a place is not given back": statement(_LEAVE, f"__import__('sys').exc_info()[0] or {_LEAVE}"),
+    },
+    f"{_WORKERS}/connection.py:WorkerConnection._lose": {
+        "calls stay unanswered when a link breaks": statement("set_exception"),
+    },
+    f"{_WORKERS}/connection.py:WorkerConnection._stay_connected": {
+        "a link is not opened again": statement("self._failures += 1", "return"),
+    },
+    f"{_WORKERS}/connection.py:WorkerConnection._read_frames": {
+        "answers go to the call before": expression(_PENDING, f"{_BEFORE} or {_PENDING}"),
+    },
+    f"{_WORKERS}/connection.py:WorkerConnection.release": {
+        "a release is lost": statement("self._releases.append"),
+        "a session stays attached to its link": statement("self.sessions.discard"),
+    },
+    f"{_WORKERS}/drafter.py:RemoteDrafter.release": {
+        "a listener stays after a release": statement("listeners.pop"),
+    },
+    f"{_WORKERS}/verifier.py:FencedVerifier.verify": {
+        "a dropped session counts as cancelled": statement("dropped = error", "raise"),
+    },
+    f"{_SCHEDULING}/sessions.py:SessionCopy.merge": {
+        "a worker keeps tokens that differ from the committed ones": statement("break"),
+    },
+    f"{_SCHEDULING}/sessions.py:SessionTable.admit": {
+        "a worker does not compare epochs": expression("task.epoch < session.epoch", "False"),
+    },
+    f"{_SCHEDULING}/scheduler.py:Scheduler._match_tokens": {
+        "the cache is not compared with the session": expression("same < num_cached", "False"),
+        "a copied prefix is one token too long": expression("shared", "shared + 1", call="fork"),
+    },
+    "services/own/target_scheduler.py:TargetScheduler._judge": {
+        "a rejected token stays in the session": statement("emitted =", _EMITTED),
+        "noise of the next position": expression("base", "base + 1", call="judge"),
+    },
+    "services/streaming/streams.py:BlockStream._deliver": {
+        "an answered block counts as pending": statement("num_ids -="),
+    },
+    "gammaray/deploy/redis_connection.py:RetryingRedis.repeated.attempt": {
+        "a reset of an idle connection to Redis is not retried": expression("RuntimeError", "ImportError"),
+    },
+}
+"""Module and function or constant in it -> the faults there, each with its edit."""
+
+MUTANTS = {name: (place, edit) for place, edits in PLACES.items() for name, edit in edits.items()}
+
+
+def edited(name: str) -> ast.Module:
+    """Return the module of a mutant.
+
+    Raises:
+        ValueError: There is not exactly one place to edit.
+    """
+    found, edit = MUTANTS[name]
+    path, _, place = found.partition(":")
+    module = ast.parse((ROOT / path).read_text())
+    node: ast.AST = module
+    for part in place.split("."):
+        (node,) = (inner for inner in ast.walk(node) if _name(inner) == part)
+    change = edit(node)
+    change.visit(node)
+    if change.count != 1:
+        raise ValueError(f"{path}, {place}: {change.count} places for {name!r}, allowed: one")
+    return ast.fix_missing_locations(module)
+
+
+def _name(node: ast.AST) -> str:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name
+    return ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
+
+
 def plant(name: str) -> None:
     """Import a module of the product with a fault; call it before anything imports that module."""
-    mutant = MUTANTS[name]
-    module = ModuleType(mutant.path.removesuffix(".py").replace("/", "."))
+    path = MUTANTS[name][0].partition(":")[0]
+    module = ModuleType(path.removesuffix(".py").replace("/", "."))
     sys.modules[module.__name__] = module
-    exec(compile(edited(mutant), mutant.path, "exec"), module.__dict__)
+    exec(compile(edited(name), path, "exec"), module.__dict__)
 
 
 def hunt(names: Sequence[str], limit: int) -> int:

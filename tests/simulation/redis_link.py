@@ -1,7 +1,7 @@
 """A real Redis on the virtual clock, and the simulated TCP connections to it.
 
 The server runs commands one at a time, each when its bytes arrive in simulated time: the simulation waits for
-the reply on a blocking socket. Its clock is a file that the simulation writes (`redis_clock.c`).
+the reply on a blocking socket. Its clock is a file that the simulation writes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import redis
 from orchestrator.launcher.redis_server import redis_binary
 from tests.simulation.loop import Process, SimulatedLoop, current_process
 from tests.simulation.network import Network, Wire
+from tests.support.workers.redis_clock import redis_clock
 
 ADDRESS = "redis:6379"
 URL = f"redis://{ADDRESS}/0"
@@ -87,24 +88,18 @@ class RealRedis:
 @contextlib.contextmanager
 def real_redis() -> Iterator[RealRedis]:
     """Run a server of this process alone."""
-    with TemporaryDirectory() as folder:
-        library, clock_file, path = f"{folder}/clock.so", f"{folder}/clock", f"{folder}/redis.sock"
-        source = Path(__file__).with_name("redis_clock.c")
-        subprocess.run(
-            ["cc", "-O2", "-shared", "-fPIC", "-o", library, str(source), "-ldl"], check=True, timeout=60
-        )
-        Path(clock_file).write_bytes(struct.pack("q", START_US))
+    with TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        path = f"{folder}/redis.sock"
+        clock, variables = stack.enter_context(redis_clock(Path(folder), START_US))
         options = ["--port", "0", "--unixsocket", path, "--save", "", "--activerehashing", "no", "--hz", "1"]
-        environment = {**os.environ, "LD_PRELOAD": library, "SIMULATED_CLOCK": clock_file}
         command = [redis_binary(), *options, "--dir", folder]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **variables})
         try:
             deadline = time.monotonic() + 10.0
             while (connected := _connected(path)) is None:
                 assert time.monotonic() < deadline, "redis-server does not start"
                 time.sleep(0.01)
-            with open(clock_file, "r+b") as file, mmap.mmap(file.fileno(), 8) as clock:
-                yield RealRedis(path, connected, clock)
+            yield RealRedis(path, connected, clock)
         finally:
             server.kill()
             server.wait(10)

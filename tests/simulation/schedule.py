@@ -1,7 +1,5 @@
 """One schedule: three clients, faults at drawn callbacks, and what must hold whatever happens."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import random

@@ -1,7 +1,5 @@
 """The clients' streams, and the tokens that they must receive."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

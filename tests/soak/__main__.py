@@ -5,8 +5,6 @@ nothing runs, what its processes and its Redis hold. Exits with 1 when something
 a fixed seed was not what it had been at the start, or when anything is left in the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

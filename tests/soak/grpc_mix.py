@@ -1,7 +1,5 @@
 """Load over gRPC: completions, turns, disconnects, resumes, cancels, invalid requests, look-ups."""
 
-from __future__ import annotations
-
 import random
 import uuid
 from collections.abc import AsyncGenerator

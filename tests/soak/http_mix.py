@@ -1,7 +1,5 @@
 """Load over the OpenAI API: completions, chats, disconnects, resumes, invalid requests; and Prometheus."""
 
-from __future__ import annotations
-
 import random
 from contextlib import aclosing
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests with a fixed seed, and their completions at the start of the run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import httpx

@@ -1,7 +1,5 @@
 """Resources of an idle cluster: its processes by role, the workers' own reports, Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

@@ -1,7 +1,5 @@
 """The result of a run as a table and as JSON."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run: rounds of mixed load with a census between them, and its outcome."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

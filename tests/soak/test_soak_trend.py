@@ -1,7 +1,5 @@
 """The soak's detection of growth: growth, flat values, noise, and the warm-up."""
 
-from __future__ import annotations
-
 import json
 import random
 

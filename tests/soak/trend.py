@@ -1,7 +1,5 @@
 """Detects growth of a figure over a run: compares the medians of its last and its second third."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

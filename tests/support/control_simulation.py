@@ -3,8 +3,6 @@
 Times are in units of the target's forward over one token.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

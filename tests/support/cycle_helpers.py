@@ -1,7 +1,5 @@
 """Fakes around the cycle: plain classes that take functions and scripts, no gRPC, no Redis, no model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from gammaray.blocks import Shape, TokenLogprobs, Verdict

@@ -4,8 +4,6 @@ A command is a line that begins with `$ ` in a block marked `console`, with the 
 line of a block without a language that begins with `gammaray ` or `python -m `.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Drafter directories in the formats of `services.engine.core.drafter`, made from saved models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

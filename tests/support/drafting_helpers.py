@@ -1,7 +1,5 @@
 """The draft's choice after one node, for tests of the maths."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from gammaray.types import SparseDistribution, VerificationMethod

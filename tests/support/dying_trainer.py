@@ -6,8 +6,6 @@ NOTES is a file to which each adds the step at which it dies. They are forks of 
 libraries loaded.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

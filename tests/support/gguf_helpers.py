@@ -1,7 +1,5 @@
 """Tiny GGUF files, written with gguf's own writer from tiny models as llama.cpp's converter lays them out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

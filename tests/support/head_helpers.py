@@ -1,7 +1,5 @@
 """Heads in the published formats, made from those that `speculators` wrote."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

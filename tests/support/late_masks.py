@@ -1,7 +1,5 @@
 """Sessions whose masks take long: the others go on, and the tokens are the same."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

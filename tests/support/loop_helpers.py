@@ -1,7 +1,5 @@
 """Watches an event loop: what one turn of it costs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

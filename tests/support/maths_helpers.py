@@ -6,8 +6,6 @@ claimed value, draws are checked by the noise at which the winner changes. So a 
 statement about the code, not about the formulas of the test.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Medusa heads in the published formats."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

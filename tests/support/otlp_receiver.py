@@ -1,7 +1,5 @@
 """A small OTLP/gRPC receiver that keeps the spans it gets."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Processing of logits to distributions for one cycle, and a small grammar."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls of the Responses API over a scripted orchestrator."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -3,8 +3,6 @@
 hypothesis-jsonschema 0.23 cannot make objects with the present Hypothesis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

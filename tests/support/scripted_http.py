@@ -1,7 +1,5 @@
 """An HTTP server on loopback whose answers a function gives."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A real gRPC server whose answers are plain functions, and chunks to answer with."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """What the builders of Ray Serve applications made, without a cluster."""
 
-from __future__ import annotations
-
 from ray import serve
 from ray.serve.deployment import deployment_to_schema
 from ray.serve.schema import DeploymentSchema

@@ -1,7 +1,5 @@
 """Writes that fail, as on a full disk, and a process that can open nothing more."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Iterator

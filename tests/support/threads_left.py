@@ -6,8 +6,6 @@ While a fixture of a module or a session is set up, tests may start threads that
 of a server: then threads are checked when the last such fixture is gone.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

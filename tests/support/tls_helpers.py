@@ -5,8 +5,6 @@ makes an RSA key of 2048 bits, an empty subject, and puts the names into the sub
 is critical then.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone

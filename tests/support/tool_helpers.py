@@ -1,7 +1,5 @@
 """Tools and chat templates for tests of tool calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small runs of `gammaray train` on the demo target."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -57,11 +55,4 @@ def make_sequence(number: int, prompt: int, answer: int, vocab: int = 64) -> Seq
     ids = torch.randint(vocab, (prompt + answer,), generator=random)
     top = torch.stack((ids[prompt:], (ids[prompt:] + 1) % vocab), 1)
     logs = torch.tensor([0.7, 0.3]).log().expand(answer, 2)
-    return Sequence(
-        ids.int().numpy(),
-        prompt,
-        0.0,
-        top.numpy(),
-        logs.half().numpy(),
-        number,
-    )
+    return Sequence(ids.int().numpy(), prompt, 0.0, top.numpy(), logs.half().numpy(), number)

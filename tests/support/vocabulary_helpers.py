@@ -1,7 +1,5 @@
 """Small tokenizers of both kinds whose tokens have known bytes, and models that have them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,9 +4,8 @@ Clients, replica and Sentinel have addresses of their own, so that a link tells 
 127.0.0.2 Sentinel, 127.0.0.3 servers that replicate.
 """
 
-from __future__ import annotations
-
 import contextlib
+import mmap
 import os
 import secrets
 import shutil
@@ -26,10 +25,11 @@ from redis.retry import Retry
 
 from orchestrator.launcher.preflight import free_ports
 from tests.chaos.network.links import Link, Network
+from tests.support.workers.redis_clock import redis_clock
 from tests.support.workers.redis_helpers import configured_redis, wait_until
 
 TOOL_S = 60.0
-"""Until mount, umount or the compiler must have ended."""
+"""Until mount or umount must have ended."""
 
 SENTINEL, REPLICAS = "127.0.0.2", "127.0.0.3"
 SERVICE = "chaos"
@@ -48,7 +48,7 @@ class NetworkRedis:
         sentinel: Link to Sentinel.
         password: Of the two.
         disk: The disk of both servers; None: the machine does not let us mount one.
-        clock: File with the offset of both servers' clocks, a C long of seconds.
+        clock: The numbers of both servers' clock (`redis_clock`).
         start: Starts the server of a link, which has ended.
     """
 
@@ -56,7 +56,7 @@ class NetworkRedis:
     sentinel: Link
     password: str
     disk: Path | None
-    clock: Path
+    clock: mmap.mmap
     start: Callable[[Link], None]
 
     @property
@@ -131,8 +131,7 @@ class NetworkRedis:
     def other_clock(self, seconds: int) -> Iterator[None]:
         """Step both servers' clocks to so many seconds after the machine's, and back."""
         for offset in (seconds, 0):
-            with open(self.clock, "r+b") as file:  # in place, as it is mapped
-                file.write(struct.pack("l", offset))
+            struct.pack_into("q", self.clock, 8, offset * 1_000_000)
             if offset:
                 yield
 
@@ -176,11 +175,8 @@ def network_redis(network: Network) -> Iterator[NetworkRedis]:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         (folder / "disk").mkdir()
         disk = stack.enter_context(small_disk(folder / "disk", DISK_MB))
-        clock, library, password = folder / "clock", folder / "clock.so", secrets.token_urlsafe(32)
-        clock.write_bytes(struct.pack("l", 0))
-        source = Path(__file__).with_name("clock.c")
-        command = ["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
-        subprocess.run(command, check=True, timeout=TOOL_S)
+        clock, variables = stack.enter_context(redis_clock(folder))
+        password = secrets.token_urlsafe(32)
 
         def start(link: Link, *lines: str) -> None:
             data = folder / "disk" / str(link.target)
@@ -201,7 +197,7 @@ def network_redis(network: Network) -> Iterator[NetworkRedis]:
                 "repl-diskless-sync-delay 0",
                 *lines,
             )
-            with patch.dict(os.environ, {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(clock)}):
+            with patch.dict(os.environ, variables):
                 stack.enter_context(configured_redis(*lines, password=password, port=link.target))
 
         first, second = (network.link(port, announces=True) for port in free_ports("127.0.0.1", 2))

@@ -1,7 +1,5 @@
 """Links: what each fault does to the bytes of a connection, and who notices."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import asynccontextmanager

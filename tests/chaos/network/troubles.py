@@ -1,7 +1,5 @@
 """What the network, Redis, disks, clocks and memory do to a cluster in a `--network` run."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ results are committed; `tests/unit/services/heads/test_head_formats.py` reads th
 the DFlash head.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

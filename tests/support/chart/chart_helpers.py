@@ -1,7 +1,5 @@
 """Renders the chart with Helm; the variants of values that tests use."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -179,6 +177,33 @@ def pods(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
 
 def every_pod(values: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
     return {**pods(values), **passing_pods(values)}
+
+
+def release(values: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return manifests by file stem and, by component, groups, pods, containers, variables and arguments."""
+    manifests, found = render(values), every_pod(values)
+    roles = {"gammaray": "orchestrator", "gammaray-draft": "draft", "gammaray-target": "target"}
+    collector = manifests.get("configmap-collector.yaml", {"data": {"collector.yaml": ""}})
+    return {
+        **{file.removesuffix(".yaml"): manifest for file, manifest in manifests.items()},
+        "cluster": cluster(values),
+        "groups": groups(values),
+        "pods": {name: template["spec"] for name, template in found.items()},
+        "containers": {name: container(template) for name, template in found.items()},
+        "env": {name: environment(template) for name, template in found.items()},
+        "args": {roles[entry["name"]]: entry["args"] for entry in serve_config(values)["applications"]},
+        "collector": yaml.safe_load(collector["data"]["collector.yaml"]),
+    }
+
+
+def at(node: Any, path: str) -> Any:
+    """Return what keys, indices and names lead to; None if they lead to nothing."""
+    for key in path.split():
+        if isinstance(node, list):
+            node = node[int(key)] if key.isdigit() else {entry["name"]: entry for entry in node}.get(key)
+        else:
+            node = (node or {}).get(key)
+    return node
 
 
 def of_component(component: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,6 @@ small schemas in schemas/, which allow what the chart uses, and RayService also 
 if there is one (../shared/kuberay next to this repository, or the file that KUBERAY_CRD_FILE names).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -20,7 +18,7 @@ from jsonschema.protocols import Validator
 from kubernetes_validate import utils as schemas
 from referencing import Registry, Resource
 
-from tests.support.chart.chart_helpers import ROOT
+from tests.support.chart.chart_helpers import ROOT, every_pod, render
 
 KUBERNETES_VERSIONS = ("1.27", "1.37")
 """The oldest that the chart allows, and the newest with schemas."""
@@ -65,6 +63,16 @@ def check_pod(template: dict[str, Any]) -> None:
     """Check a pod template, which the schemas of other kinds may take as it comes."""
     metadata = {"name": "pod", **template["metadata"]}
     check({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+
+
+def check_release(values: dict[str, Any]) -> None:
+    """Check all manifests and pods of a release, by KubeRay's schema too where it is there."""
+    for manifest in render(values).values():
+        check(manifest)
+    for template in every_pod(values).values():
+        check_pod(template)
+    if KUBERAY_CRD.is_file():
+        check_by_kuberay(render(values)["rayservice.yaml"])
 
 
 def check_by_kuberay(manifest: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """Computes which connections the rendered NetworkPolicies allow, as a network plugin would."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

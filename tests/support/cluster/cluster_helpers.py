@@ -1,7 +1,5 @@
 """A whole cluster started as users do: in its own process, with the addresses that it prints."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -21,12 +19,7 @@ import openai
 import psutil
 
 from gammaray import Client, Completion, GammarayError, ProcessStatus
-from gammaray.v1 import (
-    draft_service_pb2,
-    draft_service_pb2_grpc,
-    target_service_pb2,
-    target_service_pb2_grpc,
-)
+from gammaray.v1 import draft_service_pb2, draft_service_pb2_grpc, target_service_pb2, target_service_pb2_grpc
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.reaper import runs
 

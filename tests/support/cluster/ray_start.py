@@ -1,7 +1,5 @@
 """Starts of Ray on a machine that may be busy."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -7,8 +7,6 @@ every role, for two of each. Prints `ready HTTP_ADDRESS GRPC_ADDRESS`, serves un
 Of the configuration only what pods have to themselves is changed: addresses and ports.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

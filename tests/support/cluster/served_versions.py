@@ -5,8 +5,6 @@ deploys what each line of its input says, a JSON object of source trees by role,
 runs. As KubeRay does, it hands Serve a configuration, which replaces the replicas whose tree changed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -10,8 +10,6 @@ custom resources. Prints `ready GRPC_ADDRESS`, then answers commands on its inpu
     kill NODE      ends a node as a power cut would; answers when it is gone
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

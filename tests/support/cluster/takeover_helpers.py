@@ -1,7 +1,5 @@
 """Processes of a cluster that are killed during streams, and streams over HTTP that are resumed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Fleets of scripted workers."""
 
-from __future__ import annotations
-
 import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace

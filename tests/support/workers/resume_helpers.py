@@ -1,7 +1,5 @@
 """Two orchestrators, and clients that disconnect and resume."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from contextlib import aclosing, asynccontextmanager

@@ -1,7 +1,5 @@
 """Workers without a model: real grpc.aio servers that follow the wire contract, or break it on purpose."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """An orchestrator in this process, and what to do with its chunks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

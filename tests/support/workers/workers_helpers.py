@@ -1,7 +1,5 @@
 """Workers in this process on free loopback ports, and a driver that speaks their wire protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence

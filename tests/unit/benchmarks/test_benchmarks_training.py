@@ -1,9 +1,5 @@
 """The demo pair's training: how models start from one another, optimiser, losses, and runs of a few steps."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,12 +11,12 @@ VOCAB_SIZE = 320
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread():
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     directory = tmp_path_factory.mktemp("pair")
     corpus.write(directory, vocab_size=VOCAB_SIZE, limit=30)
     return directory
@@ -45,7 +41,7 @@ def _logits(model: LlamaForCausalLM) -> torch.Tensor:
     return model(torch.arange(1, 20)[None]).logits
 
 
-def test_grow_starts_as_the_same_function() -> None:
+def test_grow_starts_as_the_same_function():
     source, model = _trained(2), _model(6, seed=1)
     assert not torch.allclose(_logits(model), _logits(source))
     models.grow(model, source)
@@ -53,7 +49,7 @@ def test_grow_starts_as_the_same_function() -> None:
 
 
 @pytest.mark.slow
-def test_corpus_split_is_encoded_without_loss(work: Path) -> None:
+def test_corpus_split_is_encoded_without_loss(work):
     tokenizer = corpus.Tokenizer.from_file(str(work / "tokenizer.json"))
     held = corpus.read_split(work, "held")
     documents = [d.text for d in corpus.documents(30) if d.is_held_out]
@@ -63,7 +59,7 @@ def test_corpus_split_is_encoded_without_loss(work: Path) -> None:
 
 
 @pytest.mark.slow
-def test_train_all_stages_learns_and_exports_a_target_that_loads(work: Path) -> None:
+def test_train_all_stages_learns_and_exports_a_target_that_loads(work):
     reports: list[str] = []
     options = train.TrainingOptions(work, "cpu", batch=4, length=64, hidden_size=64, report=reports.append)
     windows = train.held_out_windows(corpus.read_split(work, "held"), length=64, stride=65)
@@ -93,14 +89,14 @@ def test_train_all_stages_learns_and_exports_a_target_that_loads(work: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def saved_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_target(tmp_path_factory):
     """A target of which every matrix counts, on disk."""
     directory = tmp_path_factory.mktemp("target")
     _trained(3, seed=1, noise=0.1).save_pretrained(directory)
     return directory
 
 
-def test_losses_treat_the_truncated_rest_as_one_token() -> None:
+def test_losses_treat_the_truncated_rest_as_one_token():
     """By hand: the target has 0.6, 0.2 and a rest of 0.2; the draft 0.3, 0.3 and 0.4."""
     target, draft = torch.tensor([[0.6, 0.2]]), torch.tensor([[0.3, 0.3]])
     assert distil.variation(draft, target).item() == pytest.approx(0.3)
@@ -109,7 +105,7 @@ def test_losses_treat_the_truncated_rest_as_one_token() -> None:
 
 
 @pytest.mark.slow
-def test_distil_brings_the_draft_nearer_to_the_target(saved_target: Path) -> None:
+def test_distil_brings_the_draft_nearer_to_the_target(saved_target):
     target, draft = models.load(saved_target).eval(), _trained(1, seed=4, noise=0.1)
     torch.manual_seed(0)
     windows = torch.randint(VOCAB_SIZE, (32, 24), generator=torch.Generator().manual_seed(5))

@@ -1,7 +1,5 @@
 """Tasks end even if they swallow their first cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

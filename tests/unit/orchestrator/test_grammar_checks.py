@@ -1,7 +1,5 @@
 """Checks of the grammars of requests: once each, in turn between tenants, with deadlines and cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

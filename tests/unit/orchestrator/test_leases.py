@@ -1,7 +1,5 @@
 """Renewals of leases go on, whatever one of them raises."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

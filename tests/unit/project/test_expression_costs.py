@@ -5,8 +5,6 @@ expressions are found in the source, and each is attacked with texts that are ma
 so that a new one is tested without an entry here.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import itertools

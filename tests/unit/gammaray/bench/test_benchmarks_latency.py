@@ -1,7 +1,5 @@
 """Gaps between tokens, and percentiles."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -23,13 +21,13 @@ def cycles(num_cycles: int, alpha: float, gamma: int, seconds: float = 0.02, see
     return made
 
 
-def test_gaps_within_a_chunk_are_zero_and_the_first_chunk_counts_as_first_token() -> None:
+def test_gaps_within_a_chunk_are_zero_and_the_first_chunk_counts_as_first_token():
     assert gaps([(0.5, 3), (0.75, 1), (1.0, 3)]) == pytest.approx([0.25, 0.25, 0.0, 0.0])
     assert gaps([(0.5, 3)]) == []
     assert gaps([]) == []
 
 
-def test_gap_figures_of_cycles_have_the_mean_of_their_tokens() -> None:
+def test_gap_figures_of_cycles_have_the_mean_of_their_tokens():
     figures = gap_figures([cycles(20_000, alpha=0.8, gamma=5)])
     assert figures is not None
     assert figures["mean_ms"] == pytest.approx(20.0 / expected_tokens(0.8, 5), rel=0.02)

@@ -1,7 +1,5 @@
 """Interleaving, ratios per repetition, and equality."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -84,7 +82,7 @@ def samples(**seconds: list[float]) -> Samples:
     }
 
 
-async def test_measure_interleaves_systems_prompt_by_prompt_in_rotating_order() -> None:
+async def test_measure_interleaves_systems_prompt_by_prompt_in_rotating_order():
     cycle_log: list[tuple[str, str]] = []
     systems = [FakeSystem(name, cycle_log) for name in "ab"]
     ticks: list[None] = []
@@ -96,7 +94,7 @@ async def test_measure_interleaves_systems_prompt_by_prompt_in_rotating_order() 
     assert {name: [len(r) for r in reps] for name, reps in result.items()} == {"a": [2, 2], "b": [2, 2]}
 
 
-async def test_measure_draws_the_order_of_each_turn_from_the_seed() -> None:
+async def test_measure_draws_the_order_of_each_turn_from_the_seed():
     orders = []
     for seed in (1, 1, 2):
         cycle_log: list[tuple[str, str]] = []
@@ -113,7 +111,7 @@ async def test_measure_draws_the_order_of_each_turn_from_the_seed() -> None:
     assert len(set(orders[0])) > 2
 
 
-def test_row_takes_the_ratio_within_each_repetition() -> None:
+def test_row_takes_the_ratio_within_each_repetition():
     # The machine is three times slower in the second repetition; the ratio is 2 throughout.
     made = samples(generate=[2.0, 6.0, 2.0], gammaray_0=[4.0, 12.0, 4.0], gammaray_4=[1.0, 3.0, 1.0])
     figures = row("gammaray-4", made, BASES)
@@ -123,7 +121,7 @@ def test_row_takes_the_ratio_within_each_repetition() -> None:
     assert figures["speculation"] is None
 
 
-def test_row_joins_summaries_as_ratios_of_sums() -> None:
+def test_row_joins_summaries_as_ratios_of_sums():
     # 9 of 18 tested and 6 of 6 tested: alpha is 15 / 24, not the mean of .5 and 1.
     poor = replace(
         SUMMARY, alpha=0.5, accepted_lengths=(9, 9), cycles=18, gamma_mean=1.0, tokens_per_cycle=1.5
@@ -145,7 +143,7 @@ def test_row_joins_summaries_as_ratios_of_sums() -> None:
     assert figures["between_tokens"]["mean_ms"] == pytest.approx(125.0)
 
 
-def test_row_nothing_accepted_is_alpha_zero_and_nothing_drafted_is_none() -> None:
+def test_row_nothing_accepted_is_alpha_zero_and_nothing_drafted_is_none():
     wrong = summary_of(alpha=0.0, accepted_lengths=(4,), tokens_per_cycle=1.0)
     plain = replace(wrong, alpha=None, acceptance_rate=None, gamma_mean=0.0)
     for summary, alpha in ((wrong, 0.0), (plain, None)):
@@ -155,7 +153,7 @@ def test_row_nothing_accepted_is_alpha_zero_and_nothing_drafted_is_none() -> Non
         assert figures["between_tokens"] is None
 
 
-def test_differences_names_system_prompt_and_first_different_token() -> None:
+def test_differences_names_system_prompt_and_first_different_token():
     same, other = Sample((1, 2, 3), 1.0), Sample((1, 9, 3), 1.0)
     made = {"generate": [[turn(same), turn(same)]], PLAIN: [[turn(same, other)]]}
     found = differences(made, {PLAIN: "generate"})
@@ -163,7 +161,7 @@ def test_differences_names_system_prompt_and_first_different_token() -> None:
     assert found["different"] == [{"system": PLAIN, "repetition": 0, "prompt": 1, "token": 1}]
 
 
-async def test_measure_at_once_keeps_that_many_in_flight_and_times_the_whole() -> None:
+async def test_measure_at_once_keeps_that_many_in_flight_and_times_the_whole():
     system = SlowSystem()
     result = await measure([system], [Ask("p", 8), Ask("q", 8)], 1, lambda: None, concurrency=4)
     (only,) = result["slow"][0]
@@ -172,7 +170,7 @@ async def test_measure_at_once_keeps_that_many_in_flight_and_times_the_whole() -
     assert only.seconds < sum(sample.seconds for sample in only.samples)
 
 
-async def test_measure_at_once_a_failure_ends_the_turn_and_its_other_sessions() -> None:
+async def test_measure_at_once_a_failure_ends_the_turn_and_its_other_sessions():
     system = SlowSystem(failing_seed=1)
     with pytest.raises(InternalError):
         await measure([system], [Ask("p", 8)], 1, lambda: None, concurrency=3)
@@ -180,7 +178,7 @@ async def test_measure_at_once_a_failure_ends_the_turn_and_its_other_sessions() 
     assert system.in_flight == 0
 
 
-def test_loads_gives_each_session_two_completions_under_their_own_seeds() -> None:
+def test_loads_gives_each_session_two_completions_under_their_own_seeds():
     asks = [Ask("p", 8, 1.0, 0), Ask("q", 8, 1.0, 1)]
     assert loads(asks, 1) == [[asks[0]], [asks[1]]]
     (load,) = loads(asks, 3)

@@ -1,7 +1,5 @@
 """Completions that repeat themselves are found, counted and left out of the figures."""
 
-from __future__ import annotations
-
 import pytest
 
 from gammaray.bench.loops import loops_line, repeated_share, without_loops
@@ -35,11 +33,11 @@ def turn(*texts: tuple[int, ...]) -> Turn:
         "twelve tokens again",
     ],
 )
-def test_repeated_share_counts_6_grams_that_occurred_before(text: tuple[int, ...], share: float) -> None:
+def test_repeated_share_counts_6_grams_that_occurred_before(text, share):
     assert repeated_share(text) == pytest.approx(share)
 
 
-def test_turns_whose_plain_completion_is_a_loop_are_left_out_of_every_system() -> None:
+def test_turns_whose_plain_completion_is_a_loop_are_left_out_of_every_system():
     samples = {
         PLAIN: [[turn(READ), turn(LOOP)], [turn(READ), turn(LOOP)]],
         "other": [[turn(LOOP), turn(READ)], [turn(LOOP), turn(READ)]],
@@ -56,7 +54,7 @@ def test_turns_whose_plain_completion_is_a_loop_are_left_out_of_every_system() -
     assert loops_line(loops) == "1 of 2 completions repeat themselves (loops): left out of the figures"
 
 
-def test_figures_of_loops_alone_keep_them() -> None:
+def test_figures_of_loops_alone_keep_them():
     kept, loops = without_loops({PLAIN: [[turn(LOOP), turn(LOOP)]]})
     assert len(kept[PLAIN][0]) == 2
     assert loops_line(loops) == "2 of 2 completions repeat themselves (loops): in the figures"

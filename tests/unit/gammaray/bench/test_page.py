@@ -1,7 +1,5 @@
 """Charts as SVG and the page of a result: well-formed, self-contained, with the figures of the result."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 from xml.etree import ElementTree
@@ -23,7 +21,7 @@ def bars(svg: str) -> dict[str, float]:
     return found
 
 
-def test_bar_chart_heights_are_proportional_to_the_values() -> None:
+def test_bar_chart_heights_are_proportional_to_the_values():
     svg = bar_chart("Speed", ["a & b", "c"], {"one": [1.0, 2.0], "<two>": [None, 4.0]}, base=1.0)
     found = bars(svg)
     assert list(found) == ["one, a & b: 1.00", "one, c: 2.00", "<two>, c: 4.00"]
@@ -33,7 +31,7 @@ def test_bar_chart_heights_are_proportional_to_the_values() -> None:
 
 
 @pytest.mark.parametrize("largest", [0.0, 0.003, 0.99, 1.0, 7.3, 1234.5])
-def test_bars_stay_in_the_picture_at_every_scale(largest: float) -> None:
+def test_bars_stay_in_the_picture_at_every_scale(largest):
     root = ElementTree.fromstring(bar_chart("t", ["g"], {"s": [largest]}))
     (bar,) = (rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None)
     assert float(bar.attrib["y"]) >= 58 - 0.1
@@ -54,7 +52,7 @@ def row(name: str, over_plain: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_page_has_every_chart_of_every_point_and_asks_nothing_of_the_network() -> None:
+def test_page_has_every_chart_of_every_point_and_asks_nothing_of_the_network():
     result = {
         "provenance": {
             "date_utc": "2026-01-31T00:00:00Z",

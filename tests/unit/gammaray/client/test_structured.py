@@ -1,7 +1,5 @@
 """Structured output in the SDK: the options become a grammar, and `parsed` is the object of the text."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Processes that check grammars: what ends them, whom that concerns, and that they end with their parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

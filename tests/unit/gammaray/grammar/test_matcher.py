@@ -1,7 +1,5 @@
 """The state of a grammar: possible and forced tokens against a list of texts, and rollback against replay."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Limits of grammars: hostile ones end in typed errors, and no completion spends those of another."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from pathlib import Path

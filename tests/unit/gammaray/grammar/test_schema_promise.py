@@ -1,7 +1,5 @@
 """Every completion that ends matches its schema: random schemas, and random walks."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

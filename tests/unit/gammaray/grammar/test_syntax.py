@@ -1,7 +1,5 @@
 """Parts of grammars that are refused, as llguidance reads the text, and the same characters elsewhere."""
 
-from __future__ import annotations
-
 import time
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients that stop reading a stream: their place is given back, and others are served meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

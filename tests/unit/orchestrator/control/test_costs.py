@@ -1,7 +1,5 @@
 """The linear cost model: what it learns, and what tells it nothing."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

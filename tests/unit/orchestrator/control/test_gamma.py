@@ -1,7 +1,5 @@
 """Adaptive gamma in simulation, against the oracle that knows acceptance and costs."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

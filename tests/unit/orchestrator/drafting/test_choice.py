@@ -1,7 +1,5 @@
 """The choice between the draft model and matches in known text, in a simulated world."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -74,13 +72,7 @@ def play(choice, num_cycles, *, model_alpha=0.0, text_alpha=0.0, prediction_alph
         draft = 0.0 if is_text or shape.depth == 0 else world.draft_s(shape)
         step = world.step_s(1 + shape.depth) * max(0.5, rng.gauss(1.0, 0.1))
         cycle = make_cycle(
-            shape,
-            levels,
-            shape.depth,
-            draft=draft,
-            verify=step,
-            other=world.other,
-            is_first=index == 0,
+            shape, levels, shape.depth, draft=draft, verify=step, other=world.other, is_first=index == 0
         )
         choice.observe(replace(cycle, drafter=shape.drafter if shape.depth else DrafterKind.NONE))
         shapes.append(shape)

@@ -1,7 +1,5 @@
 """Past outputs: whose text is proposed to whom, when it is forgotten, and how much is held."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

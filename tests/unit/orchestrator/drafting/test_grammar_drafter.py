@@ -1,7 +1,5 @@
 """Tokens that a grammar forces, and proposals cut to what it allows."""
 
-from __future__ import annotations
-
 import pytest
 
 from gammaray.types import DrafterKind, Proposal, SparseDistribution

@@ -1,7 +1,5 @@
 """Predicted outputs: where the pointer is, and that proposals leave every verification method exact."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

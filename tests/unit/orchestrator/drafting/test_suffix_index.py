@@ -1,7 +1,5 @@
 """The suffix index against a search by brute force, however its text was added, dropped and erased."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

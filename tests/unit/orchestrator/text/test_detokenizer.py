@@ -1,7 +1,5 @@
 """Streaming text: whole characters only, stop strings across tokens, special tokens without text."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -49,7 +47,7 @@ class ByteTokenizer(LetterTokenizer):
 
 
 @pytest.fixture(scope="module")
-def demo() -> Tokenizer:
+def demo():
     return Tokenizer(resolve_model("demo"))
 
 
@@ -61,7 +59,7 @@ def save(tmp_path, tokenizer: FastTokenizer, **special) -> Tokenizer:
 
 
 @pytest.fixture
-def llama_like(tmp_path) -> Tokenizer:
+def llama_like(tmp_path):
     """Like Llama 2: "▁" for spaces, <0x..> for bytes that no token has."""
     model = models.BPE(
         vocab={piece: i for i, piece in enumerate(LLAMA_PIECES)},
@@ -78,7 +76,7 @@ def llama_like(tmp_path) -> Tokenizer:
 
 
 @pytest.fixture
-def word_piece(tmp_path) -> Tokenizer:
+def word_piece(tmp_path):
     """A tokenizer whose tokens read differently by their neighbours."""
     words = ["[UNK]", "un", "##believ", "##able", "cat", "##s", ",", "the"]
     tokenizer = FastTokenizer(models.WordPiece(vocab={w: i for i, w in enumerate(words)}, unk_token="[UNK]"))

@@ -1,7 +1,5 @@
 """Pauses after failures, and how long an answer is waited for; the clock is an argument of the test."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.workers import backoff

@@ -1,7 +1,5 @@
 """Where a session goes that begins like another one."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

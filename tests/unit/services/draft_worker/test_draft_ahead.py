@@ -2,8 +2,6 @@
 engine, give the tokens of single forwards.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,9 +1,5 @@
 """Sessions' caches: gaps, eviction under the budget, forks, prefixes, and steps that must change nothing."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -28,12 +24,12 @@ BLOCK_BYTES = 64 * SLOT_BYTES
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     return tiny_model("llama", tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture
-def engine(directory: Path) -> Engine:
+def engine(directory):
     return load_engine(str(directory))
 
 
@@ -43,7 +39,7 @@ def fill(engine: Engine, session_id: str, count: int, seed: int = 1) -> list[int
     return tokens
 
 
-def test_feed_past_the_cache_raises_gap_with_length(engine: Engine) -> None:
+def test_feed_past_the_cache_raises_gap_with_length(engine):
     with pytest.raises(CacheGapError) as unknown:
         engine.step([SequenceInput("a", 3, [1], 1)])
     assert (unknown.value.session_id, unknown.value.length) == ("a", 0)
@@ -55,7 +51,7 @@ def test_feed_past_the_cache_raises_gap_with_length(engine: Engine) -> None:
     assert engine.length("a") == 5
 
 
-def test_tree_nodes_join_the_chain_only_when_kept(engine: Engine) -> None:
+def test_tree_nodes_join_the_chain_only_when_kept(engine):
     tokens = fill(engine, "a", 4)
     engine.step([SequenceInput("a", 4, [10, 11, 12, 13], 3, [-1, -1, 1])])
     assert engine.tokens("a") == [*tokens, 10]
@@ -66,7 +62,7 @@ def test_tree_nodes_join_the_chain_only_when_kept(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("base", "path"), [(4, [0]), (6, [0]), (5, [2]), (5, [0, 2]), (5, [3]), (5, [1, 1])])
-def test_keep_path_wrong_base_or_path_raises(engine: Engine, base: int, path: list[int]) -> None:
+def test_keep_path_wrong_base_or_path_raises(engine, base, path):
     fill(engine, "a", 5)
     engine.step([SequenceInput("a", 5, [11, 12, 13], 3, [-1, -1, 1])])
     with pytest.raises(ValueError, match=r"base|path"):
@@ -74,7 +70,7 @@ def test_keep_path_wrong_base_or_path_raises(engine: Engine, base: int, path: li
     engine.keep_path("a", 5, [1, 2])
 
 
-def test_fork_copies_and_is_independent(engine: Engine, directory: Path) -> None:
+def test_fork_copies_and_is_independent(engine, directory):
     run = CheckedEngine(engine, plain_model(directory))
     tokens = fill(engine, "a", 70)
     fill(engine, "b", 3)
@@ -92,7 +88,7 @@ def test_fork_copies_and_is_independent(engine: Engine, directory: Path) -> None
         engine.fork("unknown", "c", 0)
 
 
-def test_longest_prefix_finds_the_best_session(engine: Engine) -> None:
+def test_longest_prefix_finds_the_best_session(engine):
     assert engine.longest_prefix([1, 2], "us") == ("", 0)
     engine.step(
         [
@@ -109,7 +105,7 @@ def test_longest_prefix_finds_the_best_session(engine: Engine) -> None:
     assert engine.longest_prefix([8], "us") == ("", 0)
 
 
-def test_release_frees_the_bytes(engine: Engine) -> None:
+def test_release_frees_the_bytes(engine):
     fill(engine, "a", 5)
     assert engine.stats().cache_bytes == BLOCK_BYTES
     engine.release("a")
@@ -118,7 +114,7 @@ def test_release_frees_the_bytes(engine: Engine) -> None:
     assert (engine.length("a"), engine.tokens("a")) == (0, ())
 
 
-def test_budget_evicts_the_least_recently_used(directory: Path) -> None:
+def test_budget_evicts_the_least_recently_used(directory):
     engine = load_engine(str(directory), cache_budget_bytes=3 * BLOCK_BYTES)
     for name in "abc":
         fill(engine, name, 5)
@@ -132,7 +128,7 @@ def test_budget_evicts_the_least_recently_used(directory: Path) -> None:
     assert stats.cache_bytes <= stats.cache_budget_bytes == 3 * BLOCK_BYTES
 
 
-def test_evicted_session_refed_gives_the_same_logits(directory: Path) -> None:
+def test_evicted_session_refed_gives_the_same_logits(directory):
     engine = load_engine(str(directory), cache_budget_bytes=BLOCK_BYTES)
     run = CheckedEngine(engine, plain_model(directory))
     tokens = fill(engine, "a", 9)
@@ -144,7 +140,7 @@ def test_evicted_session_refed_gives_the_same_logits(directory: Path) -> None:
     assert run.worst <= 1e-4
 
 
-def test_step_beyond_the_budget_raises_and_keeps_everything(directory: Path) -> None:
+def test_step_beyond_the_budget_raises_and_keeps_everything(directory):
     engine = load_engine(str(directory), cache_budget_bytes=2 * BLOCK_BYTES)
     fill(engine, "a", 5)
     fill(engine, "b", 5)
@@ -155,7 +151,7 @@ def test_step_beyond_the_budget_raises_and_keeps_everything(directory: Path) -> 
     assert (engine.length("a"), engine.length("b"), engine.length("c")) == (5, 5, 0)
 
 
-def test_fork_never_evicts_its_source(directory: Path) -> None:
+def test_fork_never_evicts_its_source(directory):
     engine = load_engine(str(directory), cache_budget_bytes=2 * BLOCK_BYTES)
     tokens = fill(engine, "a", 5)
     fill(engine, "b", 5)
@@ -183,7 +179,7 @@ WRONG_FEEDS = {
 
 
 @pytest.mark.parametrize("feed", WRONG_FEEDS.values(), ids=WRONG_FEEDS.keys())
-def test_step_malformed_feed_raises_and_changes_nothing(engine: Engine, feed: SequenceInput) -> None:
+def test_step_malformed_feed_raises_and_changes_nothing(engine, feed):
     tokens = fill(engine, "a", 7)
     with pytest.raises(ValueError, match=r"allowed|only"):
         engine.step([SequenceInput("b", 0, [1], 1), feed])
@@ -191,13 +187,13 @@ def test_step_malformed_feed_raises_and_changes_nothing(engine: Engine, feed: Se
     assert engine.length("b") == 0
 
 
-def test_step_one_session_twice_raises(engine: Engine) -> None:
+def test_step_one_session_twice_raises(engine):
     with pytest.raises(ValueError, match="twice"):
         engine.step([SequenceInput("a", 0, [1], 1), SequenceInput("a", 1, [2], 1)])
     assert engine.stats().num_sessions == 0
 
 
-def test_context_may_be_filled_to_the_last_position(engine: Engine, directory: Path) -> None:
+def test_context_may_be_filled_to_the_last_position(engine, directory):
     run = CheckedEngine(engine, plain_model(directory))
     run.step(SequenceInput("a", 0, random_tokens(MAX_CONTEXT - 2, 1), 1))
     # Siblings share the last positions, so more slots than the context has are fine.
@@ -207,7 +203,7 @@ def test_context_may_be_filled_to_the_last_position(engine: Engine, directory: P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_keep_path_moves_whole_slots_of_every_dtype(dtype: torch.dtype) -> None:
+def test_keep_path_moves_whole_slots_of_every_dtype(dtype):
     data = torch.randn(2, 3, 16, 4).to(dtype)
     cache = SessionCache(
         data.clone(), tokens=[5, 6, 7], tree_tokens=[1, 2, 3, 4], tree_parents=[-1, -1, 1, 0]

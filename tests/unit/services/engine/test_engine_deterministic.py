@@ -1,10 +1,6 @@
 """Deterministic mode: bit-identical logits, whatever else is in a step and however tokens are cut."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,17 +17,17 @@ NUM_POSITIONS = 330
 
 
 @pytest.fixture(scope="module")
-def target() -> Engine:
+def target():
     return load_engine(resolve_model("demo", "target"), deterministic=True)
 
 
 @pytest.fixture(scope="module")
-def text() -> list[int]:
+def text():
     return random_tokens(NUM_POSITIONS, 7, 2048)
 
 
 @pytest.fixture(scope="module")
-def alone(target: Engine, text: list[int]) -> torch.Tensor:
+def alone(target, text):
     """Logits token by token: gamma 0, no other session."""
     rows = [target.step([SequenceInput("alone", i, [t], 1)])[0] for i, t in enumerate(text)]
     target.release("alone")
@@ -48,16 +44,12 @@ def in_chunks(engine: Engine, text: list[int], size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [4, 5, 9, 16, 256, NUM_POSITIONS])
-def test_chunks_of_any_size_give_the_bits_of_single_tokens(
-    target: Engine, text: list[int], alone: torch.Tensor, size: int
-) -> None:
+def test_chunks_of_any_size_give_the_bits_of_single_tokens(target, text, alone, size):
     assert torch.equal(in_chunks(target, text, size), alone)
 
 
 @pytest.mark.parametrize("gamma", [3, 8])
-def test_proposals_give_the_bits_of_gamma_0(
-    target: Engine, text: list[int], alone: torch.Tensor, gamma: int
-) -> None:
+def test_proposals_give_the_bits_of_gamma_0(target, text, alone, gamma):
     """Each cycle verifies gamma tokens of which a few stand: the kept rows are those of plain decoding."""
     rows, committed, turn = [], 1, 0
     while committed < len(text):
@@ -74,7 +66,7 @@ def test_proposals_give_the_bits_of_gamma_0(
     assert len(got) >= len(text) - 1
 
 
-def test_batch_gives_the_bits_of_being_alone(target: Engine, text: list[int], alone: torch.Tensor) -> None:
+def test_batch_gives_the_bits_of_being_alone(target, text, alone):
     """Five ragged sessions at different places of the same text, with another prompt coming in."""
     starts = {f"s{i}": 0 for i in range(5)}
     sizes = _cycle(random_tokens(500, 3, 9))
@@ -90,7 +82,7 @@ def test_batch_gives_the_bits_of_being_alone(target: Engine, text: list[int], al
                 starts[feed.session_id] = feed.start + len(feed.token_ids)
 
 
-def test_tree_nodes_give_the_bits_of_a_chain(target: Engine, text: list[int], alone: torch.Tensor) -> None:
+def test_tree_nodes_give_the_bits_of_a_chain(target, text, alone):
     target.step([SequenceInput("tree", 0, text[:60], 0)])
     for start in range(60, 90, 6):
         branch = text[start : start + 6]
@@ -103,13 +95,13 @@ def test_tree_nodes_give_the_bits_of_a_chain(target: Engine, text: list[int], al
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", LEAN)
-def test_load_covers_every_architecture_of_the_kernel(arch: str, tmp_path: Path) -> None:
+def test_load_covers_every_architecture_of_the_kernel(arch, tmp_path):
     """Loading compares 80 positions bit for bit; it refuses when one differs."""
     engine = load_engine(str(tiny_model(arch, tmp_path)), deterministic=True)
     assert engine.stats().num_sessions == 0
 
 
-def test_bits_that_vary_are_caught(tmp_path: Path) -> None:
+def test_bits_that_vary_are_caught(tmp_path):
     """The check at load has teeth: the layers of transformers do not pass it."""
     engine = load_engine(str(tiny_model("llama", tmp_path)), engine="transformers")
     with pytest.raises(UnsupportedModelError, match="not deterministic"):
@@ -124,9 +116,7 @@ def test_bits_that_vary_are_caught(tmp_path: Path) -> None:
         ({"threads": 2}, "1 thread"),
     ],
 )
-def test_load_of_what_is_not_deterministic_refused(
-    tmp_path: Path, options: dict[str, Any], reason: str
-) -> None:
+def test_load_of_what_is_not_deterministic_refused(tmp_path, options, reason):
     threads = torch.get_num_threads()
     try:
         with pytest.raises(UnsupportedModelError, match=reason):

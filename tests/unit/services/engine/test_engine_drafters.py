@@ -1,7 +1,5 @@
 """Drafter directories: parallel draft models, reduced vocabularies, shared embeddings, early exits."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -36,7 +34,7 @@ RUNNERS = pytest.mark.parametrize("choice", ["auto", "transformers"], ids=["kern
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """A tiny model, which is also the target whose embedding a drafter shares."""
     return tiny_model("llama", tmp_path_factory.mktemp("source"), seed=3)
 

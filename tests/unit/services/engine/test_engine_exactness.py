@@ -4,8 +4,6 @@ On each path: the compiled kernel, transformers' layers with an attention per se
 one of all sessions, as on GPUs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -41,7 +39,7 @@ PATHS = [
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def directories(tmp_path_factory):
     """One saved model per architecture, made on first use."""
     root = tmp_path_factory.mktemp("models")
     return _Directories(root)
@@ -63,9 +61,7 @@ def checked(directory: Path, path: str, taps: tuple[int, ...] = ()) -> CheckedEn
 
 
 @pytest.mark.parametrize(("arch", "path"), PATHS)
-def test_steps_of_several_sessions_match_plain_forwards(
-    directories: dict[str, Path], arch: str, path: str
-) -> None:
+def test_steps_of_several_sessions_match_plain_forwards(directories, arch, path):
     run = checked(directories[arch], path, LAYERS)
     assert isinstance(run.engine.runner, NativeRunner) == (path == "native")
     text, tree = random_tokens(128, 1), random_tokens(len(TREE), 4)
@@ -109,9 +105,7 @@ def test_steps_of_several_sessions_match_plain_forwards(
 
 
 @pytest.mark.parametrize("arch", ["mistral", "gemma3"])
-def test_tree_deeper_than_the_window_counts_positions_not_slots(
-    directories: dict[str, Path], arch: str
-) -> None:
+def test_tree_deeper_than_the_window_counts_positions_not_slots(directories, arch):
     for choice in ("auto", "transformers"):
         run = checked(directories[arch], choice)
         run.step(SequenceInput("a", 0, random_tokens(12, 1), 1))
@@ -122,7 +116,7 @@ def test_tree_deeper_than_the_window_counts_positions_not_slots(
 
 
 @pytest.mark.parametrize("choice", ["auto", "transformers"])
-def test_kept_tree_path_continues_as_a_chain(directories: dict[str, Path], choice: str) -> None:
+def test_kept_tree_path_continues_as_a_chain(directories, choice):
     run = checked(directories["llama"], choice)
     context, nodes = random_tokens(10, 1), random_tokens(len(TREE), 2)
     for path in ([], [1], [0, 3], [1, 4, 6, 8, 9]):
@@ -134,7 +128,7 @@ def test_kept_tree_path_continues_as_a_chain(directories: dict[str, Path], choic
     assert run.worst <= TOLERANCE
 
 
-def test_softcap_large_logits_bends_them(directories: dict[str, Path]) -> None:
+def test_softcap_large_logits_bends_them(directories):
     """The soft-cap must be far from linear in these tests, else a missing one would pass."""
     model = plain_model(directories["gemma2"])
     capped = plain_logits(model, random_tokens(20, 1))
@@ -144,7 +138,7 @@ def test_softcap_large_logits_bends_them(directories: dict[str, Path]) -> None:
     assert (capped - plain_logits(model, random_tokens(20, 1))).abs().max() > 100 * TOLERANCE
 
 
-def test_window_off_by_one_is_caught(directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_off_by_one_is_caught(directories, monkeypatch):
     right = batch.allowed_slots
     run = checked(directories["mistral"], "transformers")
     monkeypatch.setattr(batch, "allowed_slots", lambda s, w: right(s, None if w is None else w + 1))
@@ -154,7 +148,7 @@ def test_window_off_by_one_is_caught(directories: dict[str, Path], monkeypatch: 
     assert run.worst > TOLERANCE
 
 
-def test_step_logits_can_be_written_to(directories: dict[str, Path]) -> None:
+def test_step_logits_can_be_written_to(directories):
     for choice in ("auto", "transformers"):
         engine = load_engine(str(directories["llama"]), engine=choice)
         first, second = engine.step([SequenceInput("a", 0, [1, 2, 3], 2), SequenceInput("b", 0, [4], 1)])
@@ -167,7 +161,7 @@ def test_step_logits_can_be_written_to(directories: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("path", ["transformers", "batched"])
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])
-def test_bfloat16_stays_within_its_rounding(directories: dict[str, Path], arch: str, path: str) -> None:
+def test_bfloat16_stays_within_its_rounding(directories, arch, path):
     directory = str(directories[arch])
     engine = (
         batched_engine(directories[arch], dtype="bfloat16")

@@ -1,9 +1,6 @@
 """Trees that grow node by node, from any place of the chain, and move their root: against plain forwards."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,12 +72,12 @@ class Growing:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_growing_tree_each_path_matches_its_plain_forward(root: Path, arch: str) -> None:
+def test_growing_tree_each_path_matches_its_plain_forward(root, arch):
     directory = tiny_model(arch, root, max_position_embeddings=256)
     plain = plain_model(directory)
     for choice in ("auto", "transformers"):
@@ -94,7 +91,7 @@ def test_growing_tree_each_path_matches_its_plain_forward(root: Path, arch: str)
         assert worst <= 1e-4
 
 
-def test_growing_tree_continues_as_a_chain_when_no_node_is_kept(root: Path) -> None:
+def test_growing_tree_continues_as_a_chain_when_no_node_is_kept(root):
     directory = tiny_model("llama", root, max_position_embeddings=256)
     plain, growing = plain_model(directory), Growing(load_engine(str(directory)), seed=5)
     growing.grow(6)
@@ -105,7 +102,7 @@ def test_growing_tree_continues_as_a_chain_when_no_node_is_kept(root: Path) -> N
     assert (got - plain_logits(plain, tokens)[-3:]).abs().max() <= 1e-4
 
 
-def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root: Path) -> None:
+def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root):
     directory = tiny_model(
         "llama", root, hidden_size=64, intermediate_size=128, head_dim=16, max_position_embeddings=256
     )
@@ -119,7 +116,7 @@ def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root: Path) -> Non
             growing.move_root()
 
 
-def test_growing_tree_wrong_moves_are_refused(root: Path) -> None:
+def test_growing_tree_wrong_moves_are_refused(root):
     engine = load_engine(str(tiny_model("llama", root)))
     engine.step([SequenceInput("s", 0, [1, 2, 3], 1)])
     engine.step([SequenceInput("s", 3, [4, 5, 6], 3, [-2, 0, -1])])

@@ -1,9 +1,6 @@
 """Models that the engine cannot serve exactly are rejected at load, with the reason."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ from tests.support.engine_helpers import UNSUPPORTED, tiny_model
 
 
 @pytest.mark.parametrize("arch", UNSUPPORTED)
-def test_load_unsupported_architecture_refused_with_reason(arch: str, tmp_path: Path) -> None:
+def test_load_unsupported_architecture_refused_with_reason(arch, tmp_path):
     directory = tiny_model(arch, tmp_path)
     with pytest.raises(UnsupportedModelError) as refused:
         load_engine(str(directory))
@@ -30,9 +27,7 @@ def test_load_unsupported_architecture_refused_with_reason(arch: str, tmp_path: 
 
 
 @pytest.mark.parametrize("arch", ["recurrent_gemma", "qwen3_next"])
-def test_load_layers_with_other_state_refused_by_the_probe(
-    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_layers_with_other_state_refused_by_the_probe(arch, tmp_path, monkeypatch):
     """A hybrid whose configuration would not tell is found by counting the calls of the attention."""
     served = frozenset({"linear_attention", "full_attention", "sliding_attention"})
     monkeypatch.setattr("services.engine.core.model.LAYER_TYPES", served)
@@ -40,13 +35,13 @@ def test_load_layers_with_other_state_refused_by_the_probe(
         load_engine(str(tiny_model(arch, tmp_path)))
 
 
-def test_load_encoder_decoder_refused(tmp_path: Path) -> None:
+def test_load_encoder_decoder_refused(tmp_path):
     T5Config(vocab_size=97, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         load_engine(str(tmp_path))
 
 
-def test_load_unknown_attention_argument_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_unknown_attention_argument_refused(tmp_path, monkeypatch):
     """An argument that we do not follow would give silently wrong logits."""
     directory = tiny_model("llama", tmp_path)
     right = probe.unknown_arguments
@@ -57,7 +52,7 @@ def test_load_unknown_attention_argument_refused(tmp_path: Path, monkeypatch: py
         load_engine(str(directory))
 
 
-def test_load_window_by_mask_alone_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_window_by_mask_alone_refused(tmp_path, monkeypatch):
     """A model that slides by its mask but does not tell its attention would never slide here."""
     directory = tiny_model("mistral", tmp_path)
     right = LayerInput.__init__
@@ -70,7 +65,7 @@ def test_load_window_by_mask_alone_refused(tmp_path: Path, monkeypatch: pytest.M
         load_engine(str(directory))
 
 
-def test_load_general_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_general_path_that_differs_refused(tmp_path, monkeypatch):
     right = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         "services.engine.hf.attention.F.scaled_dot_product_attention",
@@ -80,7 +75,7 @@ def test_load_general_path_that_differs_refused(tmp_path: Path, monkeypatch: pyt
         load_engine(str(tiny_model("llama", tmp_path)), engine="transformers")
 
 
-def test_load_fast_kernel_path_that_differs_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_fast_kernel_path_that_differs_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(NativeModel, "rotation", lambda self, count: (torch.ones(64, 4), torch.ones(64, 4)))
     with pytest.raises(UnsupportedModelError, match="differ from the model's own"):
         load_engine(str(tiny_model("llama", tmp_path)))
@@ -90,9 +85,7 @@ def test_load_fast_kernel_path_that_differs_refused(tmp_path: Path, monkeypatch:
     ("arch", "options", "reason"),
     [("gpt2", {}, "gpt2 is not covered"), ("llama", {"dtype": "bfloat16"}, "bfloat16 is not covered")],
 )
-def test_kernel_asked_for_but_not_covering_the_model_is_refused(
-    arch: str, options: dict[str, str], reason: str, tmp_path: Path
-) -> None:
+def test_kernel_asked_for_but_not_covering_the_model_is_refused(arch, options, reason, tmp_path):
     directory = str(tiny_model(arch, tmp_path))
     with pytest.raises(InvalidArgumentError) as refused:
         load_engine(directory, engine="native", **options)
@@ -100,7 +93,7 @@ def test_kernel_asked_for_but_not_covering_the_model_is_refused(
     assert refused.value.allowed == f"auto or transformers for {directory}: {reason}"
 
 
-def test_load_bidirectional_attention_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_bidirectional_attention_refused(tmp_path, monkeypatch):
     directory = tiny_model("llama", tmp_path)
     right = LlamaAttention.__init__
 
@@ -116,16 +109,14 @@ def test_load_bidirectional_attention_refused(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("setting", "field"), [({"device": "abacus"}, "device"), ({"dtype": "int3"}, "dtype")]
 )
-def test_load_unknown_device_or_dtype_names_the_field(
-    tmp_path: Path, setting: dict[str, str], field: str
-) -> None:
+def test_load_unknown_device_or_dtype_names_the_field(tmp_path, setting, field):
     directory = tiny_model("llama", tmp_path)
     with pytest.raises(InvalidArgumentError) as wrong:
         load_engine(str(directory), **setting)  # type: ignore[arg-type]
     assert wrong.value.field == field
 
 
-def test_longrope_context_ends_where_its_rotation_changes(tmp_path: Path) -> None:
+def test_longrope_context_ends_where_its_rotation_changes(tmp_path):
     rope = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -137,12 +128,12 @@ def test_longrope_context_ends_where_its_rotation_changes(tmp_path: Path) -> Non
     assert load_engine(str(directory)).max_context == 32
 
 
-def test_load_missing_directory_not_found(tmp_path: Path) -> None:
+def test_load_missing_directory_not_found(tmp_path):
     with pytest.raises(NotFoundError, match="nowhere"):
         load_engine(str(tmp_path / "nowhere"))
 
 
-def test_load_unknown_model_type_refused(tmp_path: Path) -> None:
+def test_load_unknown_model_type_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_tomorrow"}))
     with pytest.raises(UnsupportedModelError, match="of_tomorrow"):
         load_engine(str(tmp_path))

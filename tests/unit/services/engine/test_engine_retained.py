@@ -1,7 +1,5 @@
 """Retained caches of ended sessions: who can use them, exactness, and eviction."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,12 @@ BLOCK_BYTES = 64 * 3 * 4 * 8 * 4
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     return tiny_model("llama", tmp_path_factory.mktemp("retained"), max_position_embeddings=256)
 
 
 @pytest.fixture
-def engine(directory: Path) -> Engine:
+def engine(directory):
     return load_engine(str(directory))
 
 
@@ -38,7 +36,7 @@ def leave(engine: Engine, tokens: list[int], salt: str = "us", session_id: str =
     engine.retain(session_id, salt)
 
 
-def test_a_session_with_a_cached_prefix_has_exact_logits(engine: Engine, directory: Path) -> None:
+def test_a_session_with_a_cached_prefix_has_exact_logits(engine, directory):
     run = CheckedEngine(engine, plain_model(directory))
     tokens = random_tokens(80, 1)
     leave(engine, tokens)
@@ -51,7 +49,7 @@ def test_a_session_with_a_cached_prefix_has_exact_logits(engine: Engine, directo
     assert engine.longest_prefix(tokens, "us")[1] == 80, "the copy left it whole"
 
 
-def test_caches_are_not_shared_between_salts(engine: Engine) -> None:
+def test_caches_are_not_shared_between_salts(engine):
     tokens = random_tokens(40, 1)
     leave(engine, tokens)
     assert engine.longest_prefix(tokens, "them") == ("", 0)
@@ -63,7 +61,7 @@ def test_caches_are_not_shared_between_salts(engine: Engine) -> None:
     assert engine.longest_prefix(tokens, "them") == ("", 0)
 
 
-def test_a_session_shares_later_cached_tokens(engine: Engine) -> None:
+def test_a_session_shares_later_cached_tokens(engine):
     tokens = random_tokens(40, 1)
     engine.share("live", "us")
     engine.step([SequenceInput("live", 0, tokens[:20], 0)])
@@ -75,13 +73,13 @@ def test_a_session_shares_later_cached_tokens(engine: Engine) -> None:
     assert engine.longest_prefix(tokens, "us") == ("", 0), "another session of that name"
 
 
-def test_short_chains_and_unknown_sessions_are_not_retained(engine: Engine) -> None:
+def test_short_chains_and_unknown_sessions_are_not_retained(engine):
     leave(engine, random_tokens(MIN_PREFIX - 1, 1))
     engine.retain("unknown", "us")
     assert engine.stats().retained_bytes == 0
 
 
-def test_tree_nodes_are_not_retained(engine: Engine) -> None:
+def test_tree_nodes_are_not_retained(engine):
     tokens = random_tokens(20, 1)
     engine.step([SequenceInput("ended", 0, tokens, 1)])
     engine.step([SequenceInput("ended", 20, [1, 2, 3], 3, [-1, -1, 0])])
@@ -89,7 +87,7 @@ def test_tree_nodes_are_not_retained(engine: Engine) -> None:
     assert engine.longest_prefix([*tokens, 1, 3], "us")[1] == 20
 
 
-def test_a_cache_covered_by_another_is_not_retained(engine: Engine) -> None:
+def test_a_cache_covered_by_another_is_not_retained(engine):
     tokens = random_tokens(60, 1)
     leave(engine, tokens[:30])
     leave(engine, tokens)
@@ -100,7 +98,7 @@ def test_a_cache_covered_by_another_is_not_retained(engine: Engine) -> None:
     assert engine.stats().retained_bytes == 2 * BLOCK_BYTES, "another salt has its own"
 
 
-def test_retained_caches_are_evicted_before_sessions(directory: Path) -> None:
+def test_retained_caches_are_evicted_before_sessions(directory):
     engine = small(directory, 4)
     engine.step([SequenceInput("old", 0, random_tokens(20, 1), 0)])
     texts = [random_tokens(20, seed) for seed in (2, 3)]
@@ -117,7 +115,7 @@ def test_retained_caches_are_evicted_before_sessions(directory: Path) -> None:
     assert stats.cache_bytes == stats.cache_budget_bytes
 
 
-def test_slots_are_moved_if_two_copies_do_not_fit(directory: Path) -> None:
+def test_slots_are_moved_if_two_copies_do_not_fit(directory):
     engine = small(directory, 2)
     run = CheckedEngine(engine, plain_model(directory))
     tokens = random_tokens(50, 1)
@@ -135,7 +133,7 @@ def test_slots_are_moved_if_two_copies_do_not_fit(directory: Path) -> None:
         engine.fork(source, "late", 40)
 
 
-def test_failed_allocation_evicts_retained_caches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_evicts_retained_caches(engine, monkeypatch):
     leave(engine, random_tokens(20, 1))
     zeros, failures = torch.zeros, [RuntimeError("out of memory")]
 
@@ -153,7 +151,7 @@ def test_failed_allocation_evicts_retained_caches(engine: Engine, monkeypatch: p
         engine.step([SequenceInput("another", 0, random_tokens(9, 2), 0)])
 
 
-def test_forget_drops_the_retained_cache_of_the_session(engine: Engine) -> None:
+def test_forget_drops_the_retained_cache_of_the_session(engine):
     text, other = random_tokens(20, 1), random_tokens(20, 2)
     leave(engine, text, session_id="secret")
     leave(engine, other)
@@ -166,7 +164,7 @@ def test_forget_drops_the_retained_cache_of_the_session(engine: Engine) -> None:
     assert engine.stats().retained_bytes == 0
 
 
-def test_number_of_retained_caches_is_bounded(engine: Engine) -> None:
+def test_number_of_retained_caches_is_bounded(engine):
     texts = [[seed % 90, seed // 90, *random_tokens(MIN_PREFIX, 1)] for seed in range(MAX_RETAINED + 2)]
     for text in texts:
         leave(engine, text)

@@ -3,9 +3,6 @@
 `test_engine_exactness.py` compares the states of every architecture with plain forwards.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,12 +38,12 @@ BUILDS = (native, general, fixed)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     return tiny_model("llama", tmp_path_factory.mktemp("models"), head_dim=16)
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_logits_have_the_same_bits_with_taps(build: Callable[[Path], Engine], llama: Path) -> None:
+def test_logits_have_the_same_bits_with_taps(build, llama):
     tapped, plain = build(llama), build(llama)
     tapped.tap(LAYERS)
     text = random_tokens(60, 1)
@@ -66,7 +63,7 @@ def test_logits_have_the_same_bits_with_taps(build: Callable[[Path], Engine], ll
 
 
 @pytest.mark.parametrize("build", BUILDS)
-def test_tap_of_no_layer_is_refused(build: Callable[[Path], Engine], llama: Path) -> None:
+def test_tap_of_no_layer_is_refused(build, llama):
     engine = build(llama)
     engine.tap([1])
     wrong: list[list[object]] = [[-1], [LAST + 1], [0, 10**30], [1.0], ["1"], [None], [[1]]]
@@ -77,7 +74,7 @@ def test_tap_of_no_layer_is_refused(build: Callable[[Path], Engine], llama: Path
         assert engine.taps[0].shape == (2, 1, 32), layers
 
 
-def test_taps_of_a_quantised_draft_are_recorded(tmp_path: Path) -> None:
+def test_taps_of_a_quantised_draft_are_recorded(tmp_path):
     """Its embedding is integers, so the state that enters the first layer is not a copy of a row."""
     directory = tiny_model("llama", tmp_path)
     engine = load_engine(str(directory), weights="int8")

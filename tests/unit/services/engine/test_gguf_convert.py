@@ -1,7 +1,5 @@
 """Conversion of GGUF files to directories: the same model and tokenizer, all of it or a reason why not."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Model identity depends on weights, configuration and arithmetic, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -9,12 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.process.fingerprints import (
-    NUM_WINDOWS,
-    WHOLE_BYTES,
-    WINDOW_BYTES,
-    model_identity,
-)
+from services.process.fingerprints import NUM_WINDOWS, WHOLE_BYTES, WINDOW_BYTES, model_identity
 
 ROWS, WIDTH = 512, 64  # 128 KiB of float32: above what is read whole
 

@@ -1,7 +1,5 @@
 """Grammars of a worker's sessions: one compiler for all of them, whatever ends a completion."""
 
-from __future__ import annotations
-
 import pytest
 
 from gammaray.demo_pair import resolve_model

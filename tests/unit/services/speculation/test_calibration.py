@@ -1,7 +1,5 @@
 """Calibration of the draft's confidence, learned from verification."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 
@@ -30,7 +28,7 @@ def taught(calibration: Calibration, power: float, num_proposals: int, seed: int
 
 
 @pytest.mark.parametrize("power", [0.4, 1.0, 1.6])
-def test_learned_power_calibrates_confidences(power: float):
+def test_learned_power_calibrates_confidences(power):
     # Some 512 proposals count, of two to three tested tokens with an information of about a quarter each:
     # three standard deviations of the logarithm are 3 / sqrt(300) = 0.17.
     calibration = Calibration()
@@ -39,7 +37,7 @@ def test_learned_power_calibrates_confidences(power: float):
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_chain_is_reached_with_the_calibrated_confidence(power: float):
+def test_chain_is_reached_with_the_calibrated_confidence(power):
     root = Node(9, 5, None)
     node = root
     for token_id in range(1, 5):
@@ -52,7 +50,7 @@ def test_chain_is_reached_with_the_calibrated_confidence(power: float):
 
 @pytest.mark.parametrize("power", [0.3, 0.7, 1.8])
 @pytest.mark.parametrize("shape", [Shape(3), Shape(3, 9)], ids=str)
-def test_outcomes_are_complete_at_any_power(shape: Shape, power: float):
+def test_outcomes_are_complete_at_any_power(shape, power):
     root = Node(8, 5, None)
     opened(root, 3, random.Random(2))
     reading = ProposalBuilder(root, shape, EOS, power)
@@ -99,5 +97,5 @@ def test_session_whose_tokens_are_rejected_gets_less_confident():
 @pytest.mark.parametrize(
     "method", [VerificationMethod.REJECTION, VerificationMethod.NAIVE, VerificationMethod.BLOCK]
 )
-def test_sampled_draft_tokens_do_not_change_the_calibration(method: VerificationMethod):
+def test_sampled_draft_tokens_do_not_change_the_calibration(method):
     assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB], method) == 1.0

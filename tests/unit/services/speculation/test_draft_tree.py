@@ -1,7 +1,5 @@
 """The speculation tree and its proposals, against brute force over all paths."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence
@@ -61,7 +59,7 @@ def test_chain_and_tree_end_with_the_end_of_sequence():
 
 
 @pytest.mark.parametrize("chain", list(itertools.product((0, 1, 2), repeat=3)))
-def test_duration_of_a_rejection_chain_does_not_depend_on_its_tokens(chain: tuple[int, ...]):
+def test_duration_of_a_rejection_chain_does_not_depend_on_its_tokens(chain):
     root = Node(9, 5, None)
     reading = ProposalBuilder(root, Shape(3), EOS)
     for num_opened, token_id in enumerate(chain):
@@ -78,7 +76,7 @@ def test_duration_of_a_rejection_chain_does_not_depend_on_its_tokens(chain: tupl
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("depth", "max_nodes"), [(3, 4), (3, 8), (4, 16), (2, 60)])
-def test_tree_contains_the_most_likely_nodes(seed: int, depth: int, max_nodes: int):
+def test_tree_contains_the_most_likely_nodes(seed, depth, max_nodes):
     root = Node(9, 5, None)
     opened(root, depth, random.Random(seed))
     reading = ProposalBuilder(root, Shape(depth, max_nodes), EOS)
@@ -104,7 +102,7 @@ def test_tree_contains_the_most_likely_nodes(seed: int, depth: int, max_nodes: i
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_tree_takes_one_forward_per_level_and_ends_at_the_same_nodes(seed: int):
+def test_tree_takes_one_forward_per_level_and_ends_at_the_same_nodes(seed):
     rng, root, whole = random.Random(seed), Node(9, 5, None), Node(9, 5, None)
     opened(whole, 4, rng)
     reading, wanted = ProposalBuilder(root, Shape(4, 12), EOS), ProposalBuilder(whole, Shape(4, 12), EOS)

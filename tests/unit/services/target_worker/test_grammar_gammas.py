@@ -4,8 +4,6 @@ Cycles run with the real parts: the orchestrator's choice of drafter with a gram
 target's masks, verification and cut. The model is a function of the tokens before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Sequence
@@ -72,8 +70,7 @@ OTHERS = (
     ),
 )
 GRAMMARS = st.one_of(
-    st.sampled_from(OTHERS),
-    st.builds(ambiguous, st.integers(8, 80), st.sampled_from(STARTS)),
+    st.sampled_from(OTHERS), st.builds(ambiguous, st.integers(8, 80), st.sampled_from(STARTS))
 )
 
 
@@ -192,9 +189,7 @@ def texts_of(kind: str, expected: Sequence[int], grammar: str, seed: int) -> lis
         "right then hostile": [Hostile(right_then_hostile)],
         "random": [Hostile(lambda output: [rng.randrange(-1, len(TOKENS) + 2) for _ in range(8)])],
         "known": [Hostile(lambda output: expected[len(output) : len(output) + 16])],
-        "prediction": [
-            PredictionDrafter([*expected[: rng.randrange(COUNT)], *[Q] * 30]),
-        ],
+        "prediction": [PredictionDrafter([*expected[: rng.randrange(COUNT)], *[Q] * 30])],
     }[kind]
 
 

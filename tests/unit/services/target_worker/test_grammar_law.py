@@ -4,8 +4,6 @@ distribution, masked and renormalised at each token.
 The masks are those of the code, for all rows of a block at once; the oracle lists the texts of the grammar.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """`gammaray train` on the demo target: a head: learns, resumes, and serves what it predicted."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """A head in training computes what it computes when it drafts, token after token, whatever it sees first."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -27,7 +27,7 @@ def sources() -> list[NoiseSource]:
 
 
 @pytest.mark.parametrize("source", sources(), ids=["cached", "computed"])
-def test_rows_of_many_sessions_are_those_of_each(source: NoiseSource) -> None:
+def test_rows_of_many_sessions_are_those_of_each(source):
     wanted = [
         NoiseRows(str(seed), spec(seed, index), start, 1 + number)
         for number, (seed, index, start) in enumerate(SESSIONS)
@@ -40,7 +40,7 @@ def test_rows_of_many_sessions_are_those_of_each(source: NoiseSource) -> None:
 
 
 @pytest.mark.parametrize("source", sources(), ids=["cached", "computed"])
-def test_noise_of_one_session_has_all_streams(source: NoiseSource) -> None:
+def test_noise_of_one_session_has_all_streams(source):
     for seed, index, start in SESSIONS:
         noise, expected = source.of(str(seed), spec(seed, index)), Noise(seed, index, VOCAB)
         assert torch.equal(noise.gumbel(start, 3), expected.gumbel(start, 3))
@@ -50,7 +50,7 @@ def test_noise_of_one_session_has_all_streams(source: NoiseSource) -> None:
 
 
 @pytest.mark.parametrize("source", sources(), ids=["cached", "computed"])
-def test_a_session_with_another_seed_has_its_noise(source: NoiseSource) -> None:
+def test_a_session_with_another_seed_has_its_noise(source):
     for seed in (1, 2, 1):
         assert torch.equal(source.of("one", spec(seed, 0)).gumbel(5, 2), Noise(seed, 0, VOCAB).gumbel(5, 2))
     assert source.num_sessions == 1

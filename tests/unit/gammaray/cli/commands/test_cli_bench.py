@@ -1,9 +1,7 @@
 """`gammaray bench` against a scripted server: what it asks for, prints and writes."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,7 @@ async def completion(request: pb.GenerateRequest, attempt: int) -> AsyncIterator
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[ScriptedService, str]]:
+def server():
     service = ScriptedService(completion)
     with serve_in_thread(service) as address:
         yield service, address
@@ -56,9 +54,7 @@ def measured(address: str, out: Path, *options: object) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-def test_bench_measures_and_reports_gamma_zero_in_the_same_run(
-    server: tuple[ScriptedService, str], tmp_path: Path
-) -> None:
+def test_bench_measures_and_reports_gamma_zero_in_the_same_run(server, tmp_path):
     page_file = tmp_path / "r.html"
     result = measured(server[1], tmp_path / "r.json", "--gammas", "3,adaptive", "--html", page_file)
     assert page_file.read_text().count("<svg") == 3
@@ -73,7 +69,7 @@ def test_bench_measures_and_reports_gamma_zero_in_the_same_run(
     assert result["settings"]["gammas"] == ["3", "adaptive"]
 
 
-def test_bench_requests_follow_the_options(server: tuple[ScriptedService, str], tmp_path: Path) -> None:
+def test_bench_requests_follow_the_options(server, tmp_path):
     service, address = server
     measured(address, tmp_path / "r.json", "--gammas", "2x6")
     # A warm-up, then two repetitions of a completion, gamma 0 and 2x6 each.
@@ -86,9 +82,7 @@ def test_bench_requests_follow_the_options(server: tuple[ScriptedService, str], 
 @pytest.mark.parametrize(
     ("name", "text"), [("p.txt", "one\n\ntwo\n"), ("p.json", '["one", "two"]')], ids=["lines", "json"]
 )
-def test_bench_prompt_file_gives_the_prompts(
-    server: tuple[ScriptedService, str], tmp_path: Path, name: str, text: str
-) -> None:
+def test_bench_prompt_file_gives_the_prompts(server, tmp_path, name, text):
     service, address = server
     path = tmp_path / name
     path.write_text(text)
@@ -100,7 +94,7 @@ def test_bench_prompt_file_gives_the_prompts(
 @pytest.mark.parametrize(
     ("name", "text"), [("p.json", "{}"), ("p.json", "["), ("p.json", "[1]"), ("p.txt", "\n")]
 )
-def test_bench_file_without_prompts_ends_with_code_2(tmp_path: Path, name: str, text: str) -> None:
+def test_bench_file_without_prompts_ends_with_code_2(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
     result = invoke("-a", "127.0.0.1:1", "--prompt-file", path)

@@ -1,7 +1,5 @@
 """Quantised checkpoints are refused with their method; and the report of loading."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -53,15 +51,15 @@ def scaled(tensors: Tensors) -> Tensors:
     ],
 )
 def test_load_of_quantised_weights_is_refused_with_the_method_and_what_serves_it(
-    quantisation: Any, named: str, tmp_path: Path
-) -> None:
+    quantisation, named, tmp_path
+):
     given = checkpoint_of(tmp_path, unchanged, quantization_config=quantisation)
     reason = f"quantised{named}, which the engine vllm alone serves; name the unquantised checkpoint"
     with pytest.raises(UnsupportedModelError, match=reason):
         load_engine(given, device="cpu")
 
 
-def test_load_older_modelopt_refused_by_its_own_file(tmp_path: Path) -> None:
+def test_load_older_modelopt_refused_by_its_own_file(tmp_path):
     given = checkpoint_of(tmp_path, scaled)
     (Path(given) / "hf_quant_config.json").write_text("{}")
     with pytest.raises(UnsupportedModelError, match="quantised by modelopt"):
@@ -85,9 +83,7 @@ REFUSED: list[tuple[Callable[[Tensors], Tensors], str]] = [
 
 
 @pytest.mark.parametrize(("change", "reason"), REFUSED)
-def test_load_of_wrong_tensors_is_refused_with_the_reason(
-    change: Callable[[Tensors], Tensors], reason: str, tmp_path: Path
-) -> None:
+def test_load_of_wrong_tensors_is_refused_with_the_reason(change, reason, tmp_path):
     given = checkpoint_of(tmp_path, change)
     with pytest.raises(UnsupportedModelError, match=reason):
         load_engine(given, device="cpu")
@@ -104,12 +100,12 @@ def test_load_of_wrong_tensors_is_refused_with_the_reason(
         "v_head.summary.weight",
     ],
 )
-def test_load_tensors_that_change_no_logit_accepted(key: str, tmp_path: Path) -> None:
+def test_load_tensors_that_change_no_logit_accepted(key, tmp_path):
     load_model(checkpoint_of(tmp_path, lambda w: {**w, key: torch.ones(7)}), device="cpu")
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_load_tied_head_in_the_checkpoint_accepted(same: bool, tmp_path: Path) -> None:
+def test_load_tied_head_in_the_checkpoint_accepted(same, tmp_path):
     def change(tensors: Tensors) -> Tensors:
         head = "model.embed_tokens.weight" if same else "lm_head.weight"
         return {**tensors, "lm_head.weight": tensors[head].clone()}
@@ -117,9 +113,7 @@ def test_load_tied_head_in_the_checkpoint_accepted(same: bool, tmp_path: Path) -
     load_model(checkpoint_of(tmp_path, change, tie_word_embeddings=True), device="cpu")
 
 
-def test_load_model_that_fails_in_its_first_forward_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_model_that_fails_in_its_first_forward_refused(tmp_path, monkeypatch):
     given = checkpoint_of(tmp_path, unchanged)
 
     def fail(*_: Any, **__: Any) -> None:

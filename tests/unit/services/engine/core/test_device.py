@@ -1,7 +1,5 @@
 """Errors that lose a device; types by compute capability, with a stand-in for the card."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ from services.engine.core.model import torch_dtype
         (RuntimeError(), False),
     ],
 )
-def test_raise_if_lost_by_kind_and_words(error: Exception, is_lost: bool) -> None:
+def test_raise_if_lost_by_kind_and_words(error, is_lost):
     if not is_lost:
         raise_if_lost(error)
         return
@@ -33,7 +31,7 @@ def test_raise_if_lost_by_kind_and_words(error: Exception, is_lost: bool) -> Non
     assert raised.value.__cause__ is error
 
 
-def test_raise_if_lost_finds_the_cause_and_names_its_first_line() -> None:
+def test_raise_if_lost_finds_the_cause_and_names_its_first_line():
     cause = RuntimeError("CUDA error: device-side assert triggered\nmore words")
     try:
         raise ValueError("a wrapper") from cause
@@ -42,7 +40,7 @@ def test_raise_if_lost_finds_the_cause_and_names_its_first_line() -> None:
             raise_if_lost(error)
 
 
-def test_torch_dtype_by_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_dtype_by_card(monkeypatch):
     card = torch.device("cuda", 0)
     assert torch_dtype("auto", torch.device("cpu")) == torch.float32
     for capability, auto in (((7, 5), torch.float16), ((8, 0), torch.bfloat16)):

@@ -1,7 +1,5 @@
 """Numbers and tensors that no model can have are refused; the error names file, field, value and range."""
 
-from __future__ import annotations
-
 import json
 import math
 

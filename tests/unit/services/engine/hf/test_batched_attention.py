@@ -1,7 +1,5 @@
 """Attention of all sessions at once: masks, and calls per layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,7 @@ from services.engine.core.batch import Segment, SequenceInput, allowed_slots
 from services.engine.core.session_cache import SessionCache
 from services.engine.hf import batched_attention
 from services.engine.hf.batched_attention import MAX_PADDED_ROWS, padded_mask
-from tests.support.engine_helpers import (
-    CheckedEngine,
-    batched_engine,
-    plain_model,
-    random_tokens,
-    tiny_model,
-)
+from tests.support.engine_helpers import CheckedEngine, batched_engine, plain_model, random_tokens, tiny_model
 
 TOLERANCE = 1e-4
 
@@ -53,7 +45,7 @@ def random_segment(generator: torch.Generator) -> Segment:
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
-def test_mask_of_many_sessions_is_that_of_each(window: int | None) -> None:
+def test_mask_of_many_sessions_is_that_of_each(window):
     generator = torch.Generator().manual_seed(1)
     for _ in range(60):
         segments = [random_segment(generator) for _ in range(4)]
@@ -72,9 +64,7 @@ def test_mask_of_many_sessions_is_that_of_each(window: int | None) -> None:
 
 
 @pytest.mark.parametrize(("arch", "masked"), [("llama", False), ("mistral", True), ("gpt_oss", True)])
-def test_prompts_have_a_mask_only_if_their_layers_need_one(
-    arch: str, masked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_have_a_mask_only_if_their_layers_need_one(arch, masked, tmp_path, monkeypatch):
     """Chunks of one session alone, then one too long to be padded in a step with other sessions."""
     run = checked(tiny_model(arch, tmp_path))
     masks = []
@@ -91,9 +81,7 @@ def test_prompts_have_a_mask_only_if_their_layers_need_one(
 
 
 @pytest.mark.parametrize("num_sessions", [2, 32])
-def test_one_call_per_layer_attends_for_all_sessions(
-    num_sessions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_call_per_layer_attends_for_all_sessions(num_sessions, tmp_path, monkeypatch):
     engine, calls = batched_engine(tiny_model("llama", tmp_path)), []
     right = batched_attention.F.scaled_dot_product_attention
 

@@ -1,11 +1,8 @@
 """The compiled kernel against the general path, on every instruction set this machine has."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from ctypes import c_int32
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,7 +53,7 @@ def scripted_steps() -> list[list[SequenceInput]]:
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_native_path_demo_pair_matches_general_path(role: str) -> None:
+def test_native_path_demo_pair_matches_general_path(role):
     native = load_engine(resolve_model("demo", role))
     general = load_engine(resolve_model("demo", role), engine="transformers")
     assert isinstance(native.runner, NativeRunner)
@@ -69,9 +66,7 @@ def test_native_path_demo_pair_matches_general_path(role: str) -> None:
 
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("bfloat16", [False, True])
-def test_native_path_every_instruction_set_exact(
-    variant: str, bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_path_every_instruction_set_exact(variant, bfloat16, tmp_path, monkeypatch):
     """Heads of 8 numbers and states of 20: shorter than a vector of AVX-512, or no whole ones."""
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = tiny_model("qwen3", tmp_path, bfloat16=bfloat16, hidden_size=20)
@@ -93,14 +88,8 @@ HEADS = [(4, 2, 64), (2, 1, 128), (20, 1, 8), (6, 2, 24), (3, 3, 40)]
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("window", [5, 4096])
 def test_native_path_attention_is_exact_and_independent_of_other_rows(
-    variant: str,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    window: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    variant, heads, kv_heads, head_dim, window, tmp_path, monkeypatch
+):
     """Rows that share keys are computed together; none may get another bit by that."""
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = tiny_model(
@@ -125,14 +114,14 @@ def test_native_path_attention_is_exact_and_independent_of_other_rows(
         assert torch.equal(row[0], whole[index]), index
 
 
-def test_missing_native_path_uses_the_general_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_native_path_uses_the_general_one(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
     engine = load_engine(str(tiny_model("llama", tmp_path)))
     assert isinstance(engine.runner, TransformersRunner)
     assert engine.kernel == "none: no C compiler"
 
 
-def test_native_path_large_logits_of_attention_exact(tmp_path: Path) -> None:
+def test_native_path_large_logits_of_attention_exact(tmp_path):
     """Scores far apart: the exponential's ends."""
     directory = tiny_model("llama", tmp_path, gain=6.0)
     text, plain = random_tokens(100, 1), plain_model(directory)
@@ -141,7 +130,7 @@ def test_native_path_large_logits_of_attention_exact(tmp_path: Path) -> None:
     assert run.worst <= 1e-4 * plain(torch.tensor([text])).logits.abs().max()
 
 
-def test_native_path_dynamic_rotation_stays_that_of_the_context(tmp_path: Path) -> None:
+def test_native_path_dynamic_rotation_stays_that_of_the_context(tmp_path):
     """Asked for positions past the context, dynamic rotary embedding would change all of them."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     directory = tiny_model("llama", tmp_path, rope_parameters=rope)
@@ -152,7 +141,7 @@ def test_native_path_dynamic_rotation_stays_that_of_the_context(tmp_path: Path) 
     assert run.worst <= 1e-4
 
 
-def test_native_path_does_not_keep_the_loaded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_path_does_not_keep_the_loaded_model(tmp_path, monkeypatch):
     """Only the laid out weights stay in memory."""
     loaded: list[weakref.ref[torch.nn.Module]] = []
     right = loading.load_model
@@ -172,9 +161,7 @@ def test_native_path_does_not_keep_the_loaded_model(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 5, 16, 97, 2048])
-def test_top_k_equals_a_sorted_softmax(
-    size: int, dtype: torch.dtype, variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_top_k_equals_a_sorted_softmax(size, dtype, variant, monkeypatch):
     monkeypatch.setattr(guesses, "load_kernel", lambda: open_kernel(variant))
     generator = torch.Generator().manual_seed(size)
     for temperature in (0.1, 1.0, 3.0):
@@ -188,7 +175,7 @@ def test_top_k_equals_a_sorted_softmax(
         assert [share for _, share in got] == pytest.approx(shares[order].tolist(), rel=1e-4, abs=1e-12)
 
 
-def test_top_k_is_the_same_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_k_is_the_same_without_the_kernel(monkeypatch):
     scores = torch.randn(500, generator=torch.Generator().manual_seed(1))
     with_kernel = top_k_tokens(scores, 4, 0.7)
     monkeypatch.setattr(guesses, "load_kernel", lambda: Kernel(None))
@@ -200,9 +187,7 @@ def test_top_k_is_the_same_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("first", [(5,), (9, 2, 5)])
-def test_chain_equals_single_steps(
-    first: tuple[int, ...], variant: str, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chain_equals_single_steps(first, variant, noisy, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = str(tiny_model("qwen3", tmp_path))
     ours, theirs = load_engine(directory), load_engine(directory)
@@ -210,7 +195,7 @@ def test_chain_equals_single_steps(
     chained(ours, theirs, noise, first=first)
 
 
-def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) -> None:
+def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path):
     directory = str(tiny_model("llama", tmp_path))
     ours, theirs = load_engine(directory), load_engine(directory)
     token_ids, logits = ours.chain(SequenceInput("a", 0, [5] * 4, 4), stop=c_int32(1))
@@ -221,7 +206,7 @@ def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path: Path) 
     assert torch.equal(one, other)
 
 
-def test_chain_rejects_the_same_input_as_a_step(tmp_path: Path) -> None:
+def test_chain_rejects_the_same_input_as_a_step(tmp_path):
     directory = str(tiny_model("llama", tmp_path))
     engine = load_engine(directory)
     assert engine.can_chain
@@ -240,9 +225,7 @@ PLACES = ((0, 0), (2**64 - 1, 7), (0x299F31D0A4093822, 2**32 - 2), (5, -2))
 
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("ids", [None, [70_001, 0, 5, 6, 1_000, 5]])
-def test_compiled_noise_equals_torchs_to_the_bit(
-    variant: str, ids: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_noise_equals_torchs_to_the_bit(variant, ids, monkeypatch):
     token_ids = None if ids is None else torch.tensor(ids)
     count = 1_003 if ids is None else len(ids)
 

@@ -1,7 +1,5 @@
 """The kernel is compiled on first use: once, into a cache, or with the reason why not."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ CALLS = "calls.txt"
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(tmp_path_factory):
     """The library that the compiler of this machine makes, once for all tests."""
     compiler = find_compiler()
     assert compiler is not None, "these tests need a C compiler"
@@ -24,7 +22,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def counted_compiler(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def counted_compiler(compiled, tmp_path, monkeypatch):
     """A compiler that notes each use but questions for its version, and copies what was compiled before.
 
     It takes a moment, in which others that do not wait for it would compile, too.
@@ -46,7 +44,7 @@ exec cp {compiled} "$2"
 
 
 @pytest.fixture
-def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compiler(tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
 
@@ -55,9 +53,7 @@ def num_compiled(calls: Path) -> int:
     return len(calls.read_text().splitlines())
 
 
-def test_kernel_is_compiled_once_and_then_loaded_from_the_cache(
-    counted_compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_kernel_is_compiled_once_and_then_loaded_from_the_cache(counted_compiler, tmp_path, caplog):
     cache = tmp_path / "cache"
     with caplog.at_level(logging.INFO):
         first = open_kernel(BASELINE, str(cache))
@@ -72,9 +68,7 @@ def test_kernel_is_compiled_once_and_then_loaded_from_the_cache(
     assert len(left) == 1  # and nothing half made
 
 
-def test_kernel_is_compiled_once_for_those_that_start_together(
-    counted_compiler: Path, tmp_path: Path
-) -> None:
+def test_kernel_is_compiled_once_for_those_that_start_together(counted_compiler, tmp_path):
     """Threads here: the lock is that of an open file, which each thread and each process has for itself."""
     cache, start = str(tmp_path / "cache"), threading.Barrier(3)
 
@@ -87,9 +81,7 @@ def test_kernel_is_compiled_once_for_those_that_start_together(
     assert num_compiled(counted_compiler) == 1
 
 
-def test_kernel_of_another_compiler_is_compiled_again(
-    counted_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_of_another_compiler_is_compiled_again(counted_compiler, tmp_path, monkeypatch):
     compiler = find_compiler()
     assert compiler is not None
     compile_library(tmp_path / "cache", BASELINE, compiler)
@@ -100,21 +92,19 @@ def test_kernel_of_another_compiler_is_compiled_again(
     assert find_library(tmp_path / "cache", BASELINE, other) is None
 
 
-def test_kernel_without_a_compiler_is_none_with_the_reason(no_compiler: None, tmp_path: Path) -> None:
+def test_kernel_without_a_compiler_is_none_with_the_reason(no_compiler, tmp_path):
     kernel = open_kernel(BASELINE, str(tmp_path / "cache"))
     assert (kernel.library, kernel.variant, kernel.reason) == (None, "", "no C compiler")
 
 
-def test_kernel_of_the_cache_needs_no_compiler(
-    counted_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_of_the_cache_needs_no_compiler(counted_compiler, tmp_path, monkeypatch):
     assert open_kernel(BASELINE, str(tmp_path / "cache")).library is not None
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert open_kernel(BASELINE, str(tmp_path / "cache")).library is not None
 
 
-def test_kernel_compiler_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_compiler_that_fails_is_named(tmp_path, monkeypatch):
     script = tmp_path / "broken-cc"
     script.write_text(
         '#!/bin/sh\n[ "$1" = --version ] && exec echo broken 1.0\necho no such target >&2\nexit 1\n'
@@ -127,9 +117,7 @@ def test_kernel_compiler_that_fails_is_named(tmp_path: Path, monkeypatch: pytest
     assert find_library(tmp_path / "cache", BASELINE) is None
 
 
-def test_unwritable_kernel_cache_is_logged(
-    counted_compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_kernel_cache_is_logged(counted_compiler, tmp_path, caplog):
     file = tmp_path / "file"
     file.touch()
     assert open_kernel(BASELINE, str(file / "cache")).library is not None

@@ -1,7 +1,5 @@
 """Products of rows and a matrix: the same bits for a row, whatever rows come with it."""
 
-from __future__ import annotations
-
 from ctypes import byref
 from typing import Any
 
@@ -51,7 +49,7 @@ def mapped(library: Any, matrix: Any, rows: Tensor, threads: int = 1) -> Tensor:
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("inputs", [45, 96, 100, 303])
-def test_products_do_not_depend_on_the_other_rows(variant: str, kind: str, inputs: int) -> None:
+def test_products_do_not_depend_on_the_other_rows(variant, kind, inputs):
     library = open_kernel(variant).library
     kept: list[object] = []
     matrix, exact = packed(library, kind, inputs, kept)

@@ -1,7 +1,5 @@
 """Quantised drafts: the kernel runs the dequantised model exactly, on each instruction set."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +38,7 @@ def random_matrix(outputs: int, inputs: int) -> Tensor:
 
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("arch", ["qwen3", "llama-bias"])
-def test_every_instruction_set_runs_the_dequantised_model(
-    arch: str, variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_instruction_set_runs_the_dequantised_model(arch, variant, tmp_path, monkeypatch):
     """Rows in all numbers that have a product of their own; `deterministic` compares them bit by bit."""
     monkeypatch.setattr(packing, "load_kernel", lambda *_: open_kernel(variant))
     # 45 inputs are no whole number of steps, 97 outputs none of panels; with biases and tied embeddings.
@@ -61,7 +57,7 @@ def test_every_instruction_set_runs_the_dequantised_model(
 
 
 @pytest.mark.parametrize("arch", LEAN)
-def test_every_covered_architecture_is_quantised(arch: str, tmp_path: Path) -> None:
+def test_every_covered_architecture_is_quantised(arch, tmp_path):
     directory = tiny_model(arch, tmp_path, bfloat16=True)
     run = CheckedEngine(load_engine(str(directory), weights="int8"), dequantised(directory))
     run.step(SequenceInput("a", 0, random_tokens(50, 1), 50))
@@ -69,13 +65,13 @@ def test_every_covered_architecture_is_quantised(arch: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("variant", usable_variants())
-def test_chain_equals_single_steps(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_equals_single_steps(variant, tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "load_kernel", lambda *_: open_kernel(variant))
     directory = str(tiny_model("llama", tmp_path))
     chained(*(load_engine(directory, weights="int8") for _ in range(2)))
 
 
-def test_int8_is_the_nearest_of_255_steps_of_a_row() -> None:
+def test_int8_is_the_nearest_of_255_steps_of_a_row():
     weight = random_matrix(20, 70)
     weight[3] = 0
     matrix = quantise(weight)
@@ -85,9 +81,7 @@ def test_int8_is_the_nearest_of_255_steps_of_a_row() -> None:
     assert not matrix.dequantised()[3].any()
 
 
-def test_check_of_the_start_compares_with_the_dequantised_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_of_the_start_compares_with_the_dequantised_model(tmp_path, monkeypatch):
     """One wrong integer in a layer is refused."""
     right = loading.quantise_model
 
@@ -105,9 +99,7 @@ def test_check_of_the_start_compares_with_the_dequantised_model(
         load_engine(directory, weights="int8")
 
 
-def test_draft_setting_quantises_drafts_and_never_targets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_setting_quantises_drafts_and_never_targets(tmp_path, monkeypatch):
     monkeypatch.setenv("GAMMARAY_DRAFT_WEIGHTS", "int8")
     directory = str(tiny_model("llama", tmp_path))
     draft = load_worker_engine(directory, DraftSettings(device="cpu"))
@@ -126,9 +118,7 @@ def test_draft_setting_quantises_drafts_and_never_targets(
         ("gemma2", {}, "gemma2 is not covered"),
     ],
 )
-def test_weights_without_a_kernel_are_refused(
-    arch: str, how: dict[str, object], reason: str, tmp_path: Path
-) -> None:
+def test_weights_without_a_kernel_are_refused(arch, how, reason, tmp_path):
     with pytest.raises(InvalidArgumentError) as refused:
         load_engine(str(tiny_model(arch, tmp_path)), weights="int8", device="cpu", **how)  # type: ignore[arg-type]
     assert str(refused.value) == (

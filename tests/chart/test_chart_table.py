@@ -1,0 +1,332 @@
+"""What values give, as a table of values, paths into the rendered release, and what stands there."""
+
+import helm_python
+import pytest
+
+from gammaray.config import OrchestratorSettings
+from gammaray.deploy.serve_config import WORKER_PORT
+from tests.support.chart.chart_helpers import (
+    EVERYTHING,
+    NAME,
+    NAMESPACE,
+    ROLES,
+    VARIANTS,
+    at,
+    chart,
+    release,
+    render_texts,
+)
+
+WORKERS = ("draft", "target")
+POOLS = ("orchestrator", *WORKERS)
+HTTP_NAMES = ",".join(
+    f"{NAME}-http{end}"
+    for end in ("", f".{NAMESPACE}", f".{NAMESPACE}.svc", f".{NAMESPACE}.svc.cluster.local")
+)
+INGRESS = {"ingress": {"enabled": True, "httpHost": "a.example", "grpcHost": "b.example"}}
+TWO_MODELS = {"target": "team/large", "draft": "team/small"}
+DRAFT_TARGET, DRAIN = "args draft settings target", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+ENDPOINT, EXPORTERS = "env draft OTEL_EXPORTER_OTLP_ENDPOINT", "collector service pipelines traces exporters"
+NVIDIA, MIG, AMD = "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "amd.com/gpu"
+TLS = {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}}
+EGRESS = {"networkPolicy": {"egress": {"enabled": True}}}
+URL = {"urlSecret": {"name": "mine"}}
+PREFIX = f"{NAMESPACE}.{NAME}"
+DIGEST = f"sha256:{'0123456789abcdef' * 4}"
+
+
+def secret(name, key):
+    return {"secretKeyRef": {"name": name, "key": key}}
+
+
+def pool(role, bounds, replicas, budget):
+    """Return the rows of a pool with these bounds; only pools whose bounds differ need the autoscaler."""
+    scales = bounds[0] < bounds[1] or None
+    return {
+        f"groups {role} minReplicas": bounds[0],
+        f"groups {role} maxReplicas": bounds[1],
+        f"groups {role} replicas": replicas,
+        f"pdb-{role} spec minAvailable": budget,
+        "cluster enableInTreeAutoscaling": scales,
+        "cluster autoscalerOptions securityContext allowPrivilegeEscalation": scales and False,
+    }
+
+
+def budgets(**kept):
+    """Return the rows of budgets; pods of an operator can be counted only by a `minAvailable`, a number."""
+    return {
+        f"pdb-{role} spec {key}": value
+        for role, count in kept.items()
+        for key, value in (("minAvailable", count), ("maxUnavailable", None))
+    }
+
+
+def gpus(role, resource, count):
+    """Return the rows of a pool's GPUs: asked for as one resource, and counted for Ray, which knows few."""
+    rows = {
+        f"containers {role} resources {kind} {name}": str(count) if name == resource else None
+        for kind in ("limits", "requests")
+        for name in (NVIDIA, MIG, AMD)
+    }
+    return {**rows, f"groups {role} rayStartParams num-gpus": str(count) if role in WORKERS else None}
+
+
+def storage(name):
+    return {
+        "statefulset-redis spec volumeClaimTemplates 0 spec storageClassName": name,
+        "pvc-models spec storageClassName": name,
+    }
+
+
+def classes(name):
+    return {"redis": {"storageClassName": name}, "modelCache": {"enabled": True, "storageClassName": name}}
+
+
+HOOKS = {
+    f"{kind}-redis-password metadata annotations helm.sh/{key}": value
+    for kind in ("serviceaccount", "role", "rolebinding", "job")
+    for key, value in {
+        "hook": "pre-install,pre-upgrade",
+        "hook-weight": "-5" if kind == "job" else "-10",
+        "hook-delete-policy": "before-hook-creation,hook-succeeded",
+    }.items()
+}
+RAYLET = {"path": "/api/local_raylet_healthz", "port": 52365}
+PROBES = {
+    f"containers {role} {probe} httpGet": None if (role, probe) == ("head", "livenessProbe") else RAYLET
+    for role in ROLES
+    for probe in ("startupProbe", "livenessProbe")
+}
+TABLE = [
+    # Redis: its password, made before other pods start by a job that may only create secrets.
+    (
+        {},
+        {
+            **HOOKS,
+            "role-redis-password rules": [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}],
+            "env draft GAMMARAY_REDIS_PASSWORD": secret(f"{NAME}-redis", "password"),
+            "env redis REDISCLI_AUTH": secret(f"{NAME}-redis", "password"),
+            "env redis MEMORY_LIMIT resourceFieldRef": {
+                "containerName": "redis",
+                "resource": "limits.memory",
+            },
+            "containers redis resources limits memory": "2Gi",
+            "env draft GAMMARAY_REDIS_PREFIX": None,  # the bundled Redis belongs to one release
+        },
+    ),
+    (
+        {"redis": {**URL, "passwordSecret": {"name": "pw", "key": "p"}}},
+        {
+            "env draft GAMMARAY_REDIS_URL": secret("mine", "url"),
+            "env draft GAMMARAY_REDIS_PASSWORD": secret("pw", "p"),
+            **{f"env {role} GAMMARAY_REDIS_PREFIX": PREFIX for role in POOLS},
+        },
+    ),
+    *((classes(given), storage(shown)) for given, shown in (("", None), ("-", ""), ("fast", "fast"))),
+    (classes("123"), storage("123")),
+    # Models and memory.
+    *(({}, {f"pods {role} volumes models emptyDir": {"sizeLimit": "100Gi"}}) for role in ROLES),
+    ({"draft": {"modelsSize": "5Gi"}}, {"pods draft volumes models emptyDir": {"sizeLimit": "5Gi"}}),
+    (
+        {"target": {"gpus": 2, "shmSize": "3Gi"}},
+        {
+            "pods target volumes shm emptyDir": {"medium": "Memory", "sizeLimit": "3Gi"},
+            "pods draft volumes shm emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"},
+            **{f"containers {role} volumeMounts shm mountPath": "/dev/shm" for role in WORKERS},
+            **{f"containers {role} volumeMounts shm": None for role in ("head", "orchestrator")},  # KubeRay's
+        },
+    ),
+    # Names, probes, draining, placement.
+    ({"nameOverride": "x"}, {"rayservice metadata name": "demo-x"}),
+    ({"fullnameOverride": "y"}, {"service-grpc metadata name": "y-grpc"}),
+    (
+        {},
+        {
+            **PROBES,
+            **{f"groups {role} rayStartParams dashboard-agent-listen-port": "52365" for role in ROLES},
+            **{f"containers {role} readinessProbe grpc": {"port": WORKER_PORT} for role in WORKERS},
+            "containers orchestrator readinessProbe httpGet": {"path": "/-/healthz", "port": 8000},
+            "containers head readinessProbe httpGet port": 8265,
+            "pods head topologySpreadConstraints": None,
+        },
+    ),
+    *(
+        ({"pods": {"terminationGracePeriodSeconds": grace}}, {f"env {role} {DRAIN}": drained})
+        for grace, drained in ((60, "50"), (5, "0"))
+        for role in ROLES
+    ),
+    (
+        {"draft": {"acceleratorType": "NVIDIA-L4"}, "pods": {"nodeSelector": {"pool": "a"}}},
+        {
+            "pods draft nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4", "pool": "a"},
+            "pods target nodeSelector": {"pool": "a"},
+        },
+    ),
+    (
+        EVERYTHING,
+        {
+            "containers draft readinessProbe tcpSocket": {"port": WORKER_PORT},  # needs no certificate
+            "containers draft readinessProbe grpc": None,
+            "env target HF_TOKEN": secret("hugging-face", "token"),
+            "pods target initContainers 0 name": "wait-for-models",
+            "pods target initContainers 1 name": "prepare",
+            "args orchestrator settings max_gamma": 6,
+            "args draft settings draft_ahead": False,
+        },
+    ),
+    # Pools: bounds, budgets, GPUs.
+    ({"draft": {"workers": "3"}}, pool("draft", (3, 3), 3, 2)),
+    ({"draft": {"workers": 2}}, pool("draft", (2, 2), 2, 1)),
+    ({"draft": {"workers": "1:4"}}, pool("draft", (1, 4), 1, 0)),
+    ({"draft": {"workers": "0:4"}}, pool("draft", (0, 4), 1, 0)),
+    ({"draft": {"workers": "0"}}, {"groups draft": None, "groups target minReplicas": 1}),
+    *(
+        (
+            {"orchestrator": {"replicas": replicas}, "scaling": {"orchestrator_load": 7}},
+            {
+                **pool("orchestrator", bounds, bounds[0], bounds[0] - 1),
+                "args orchestrator replicas": "2:6" if replicas == "2:6" else 3,
+                "args orchestrator scaling": {"orchestrator_load": 7} if replicas == "2:6" else None,
+                "args draft scaling": None,  # workers that stay report nothing
+            },
+        )
+        for replicas, bounds in ((3, (3, 3)), ("3", (3, 3)), ("2:6", (2, 6)))
+    ),
+    ({}, budgets(orchestrator=1, draft=0, target=0)),
+    ({"orchestrator": {"replicas": 5}, "draft": {"workers": 3}}, budgets(orchestrator=4, draft=2)),
+    ({"draft": {"workers": "0:8"}, "target": {"workers": "3:6"}}, budgets(draft=0, target=2)),
+    ({"pods": {"disruptionBudget": {"maxUnavailable": 2}}}, budgets(orchestrator=0, target=0)),
+    ({"target": {"workers": 2, "disruptionBudget": {"maxUnavailable": 0}}}, budgets(target=2)),
+    ({}, {**gpus("draft", NVIDIA, 1), **gpus("orchestrator", None, 0)}),
+    (
+        {"draft": {"gpuResource": MIG}, "target": {"gpus": 2}},
+        {**gpus("draft", MIG, 1), **gpus("target", NVIDIA, 2)},
+    ),
+    (
+        {"draft": {"gpuResource": MIG}, "target": {"gpus": 2}, "gpuResource": AMD},
+        {**gpus("draft", MIG, 1), **gpus("target", AMD, 2)},
+    ),
+    ({"draft": {"gpuResource": MIG, "gpus": 0}}, {**gpus("draft", None, 0), **gpus("target", NVIDIA, 1)}),
+    # Settings of the processes.
+    ({}, {"args draft settings device": "cuda", DRAFT_TARGET: None, "args target scaling": None}),
+    (
+        VARIANTS["cpu-trial"],
+        {"args draft settings device": "cpu", "args target settings tensor_parallel": 1},
+    ),
+    ({"target": {"gpus": 4}}, {"args target settings tensor_parallel": 4}),
+    (
+        {"engine": "vllm", "draft": {"settings": {"engine": "native"}}},
+        {"args target settings engine": "vllm", "args draft settings engine": "native"},
+    ),
+    ({"draft": {"workers": "1:3"}}, {"args target scaling": {}}),  # reports its load if others scale
+    ({"models": TWO_MODELS}, {DRAFT_TARGET: "team/large", "args target settings target": None}),
+    *(
+        ({"models": TWO_MODELS, "draft": {"settings": {"target": given}}}, {DRAFT_TARGET: given})
+        for given in ("", "/tokenizers/large")
+    ),
+    # Without API keys, the HTTP API answers to the names of its Service and Ingress.
+    ({}, {"args orchestrator settings allowed_hosts": HTTP_NAMES}),
+    (INGRESS, {"args orchestrator settings allowed_hosts": f"{HTTP_NAMES},a.example"}),
+    (
+        {"orchestrator": {"settings": {"allowed_hosts": "c.example"}}},
+        {"args orchestrator settings allowed_hosts": "c.example"},
+    ),
+    ({**INGRESS, "apiKeysSecret": {"name": "keys"}}, {"args orchestrator settings allowed_hosts": None}),
+    # Telemetry.
+    ({}, {ENDPOINT: None}),
+    ({"telemetry": {"otlpEndpoint": "http://o:4317"}}, {ENDPOINT: "http://o:4317"}),
+    ({"telemetry": {"jaeger": {"enabled": True}}}, {ENDPOINT: f"http://{NAME}-jaeger:4317"}),
+    (
+        {"telemetry": {"collector": {"enabled": True}}},
+        {EXPORTERS: ["debug"], "collector exporters debug": {}},
+    ),
+    (
+        {"telemetry": {"otlpEndpoint": "https://o:4317", "collector": {"enabled": True}}},
+        {ENDPOINT: f"http://{NAME}-collector:4317", EXPORTERS: ["otlp/remote"]},
+    ),
+    (
+        {"telemetry": {"jaeger": {"enabled": True}, "collector": {"enabled": True}}},
+        {EXPORTERS: ["otlp/jaeger"], "collector exporters otlp/jaeger tls": {"insecure": True}},
+    ),
+    # helm test.
+    (
+        {"apiKeysSecret": {"name": "k"}, "helmTest": {"apiKeySecret": {"name": "t", "key": "key"}}},
+        {
+            "pod-test metadata annotations helm.sh/hook": "test",
+            "env test GAMMARAY_API_KEY": secret("t", "key"),
+            "containers test command 3": f"http://{NAME}-http:8000",
+        },
+    ),
+]
+
+
+def test_values_give_what_the_table_says():
+    releases = [(values, release(values), rows) for values, rows in TABLE]
+    wrong = [
+        (values, path, at(found, path), expected)
+        for values, found, rows in releases
+        for path, expected in rows.items()
+        if at(found, path) != expected
+    ]
+    assert wrong == []
+    for values, found, rows in releases:  # what is absent is absent from something that is there
+        for path in (path for path, expected in rows.items() if expected is None):
+            elsewhere = (at(other, path) for _, other, _ in releases)
+            beside = at(found, path.rpartition(" ")[0]) or any(value is not None for value in elsewhere)
+            assert beside, (values, path)
+
+
+def test_bounded_orchestrator_hosts_are_a_setting_of_the_package():
+    OrchestratorSettings(allowed_hosts=f"{HTTP_NAMES},a.example", redis_prefix=PREFIX)
+
+
+REFUSED = [
+    ({"modles": {}}, "modles"),
+    ({"models": {"target": ""}}, "target"),
+    ({"target": {"workers": "0:2"}}, "workers"),
+    ({"draft": {"settings": {"modle": "x"}}}, "modle"),
+    ({"draft": {"settings": {"threads": 0}}}, "threads"),
+    ({"draft": {"settings": {"redis_url": "redis://:secret@host"}}}, "redis_url"),
+    ({"orchestrator": {"settings": {"max_gamma": 65}}}, "max_gamma"),
+    ({"engine": "sglang"}, "engine"),
+    ({"head": {"tolerationz": []}}, "tolerationz"),
+    ({"jaeger": {"sidecars": []}}, "jaeger"),
+    ({"redis": {"password": "hunter2"}}, "password"),
+    ({"apiKeysSecret": {"value": "hunter2"}}, "value"),
+    ({"image": {"workerCpu": {"digest": "sha256:12"}}}, "digest"),
+    ({"image": {"tag": DIGEST}}, "/image/tag.*does not match"),
+    ({"image": {"workerGpu": {"tag": f"1@{DIGEST}"}}}, "/workerGpu/tag.*does not match"),
+    ({"image": {"orchestrator": {"repository": f"r/g@{DIGEST}"}}}, "repository.*does not match"),
+    ({"image": {"orchestrator": {"repository": "r:5000/g:1"}}}, "repository.*does not match"),
+    ({"image": {"registry": "https://r.example.com"}}, "registry.*does not match"),
+    ({"redis": {"image": "redis:sha256:12"}}, "/redis/image.*does not match"),
+    ({"redis": {"size": "8gb"}}, "size"),
+    ({"head": {"resources": {"limits": {"memory": "4 GiB"}}}}, "memory"),
+]
+"""By the schema of the values, naming the value."""
+
+CONTRADICTING = [
+    ({"gateway": {"enabled": True}}, "gateway[.]parentRefs"),
+    ({"gateway": {"enabled": True, "className": "c"}}, "tls[.]secretName"),
+    ({"tls": TLS}, "ingress[.]enabled"),
+    ({"tls": {"certManager": {"enabled": True}}, "ingress": {"enabled": True}}, "issuerRef[.]name"),
+    ({"workerTls": {"enabled": True}}, "workerTls[.]issuerRef[.]name"),
+    ({"redis": URL, **EGRESS}, "networkPolicy[.]egress[.]rules"),
+    ({"models": {"target": "team/large"}, **EGRESS}, "networkPolicy[.]egress[.]rules"),
+    ({"redis": URL, "ray": {"faultTolerance": {"enabled": True}}}, "ray[.]faultTolerance[.]redisAddress"),
+]
+"""By templates, with the reason."""
+
+
+def test_wrong_and_contradicting_values_are_refused_with_the_reason():
+    for values, reason in REFUSED:
+        with pytest.raises(helm_python.HelmValuesError, match=reason):
+            chart().validate_schema(values)
+    for image in (
+        *("redis:7.4.2-alpine", "r.example.com:5000/team/redis"),
+        *(f"redis@{DIGEST}", f"localhost:5000/redis:7@{DIGEST}"),
+    ):
+        chart().validate_schema({"redis": {"image": image}})
+    for values, reason in CONTRADICTING:
+        with pytest.raises(helm_python.HelmRenderError, match=reason):
+            render_texts(values)
