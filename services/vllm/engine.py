@@ -141,8 +141,9 @@ class VllmEngine:
         if vllm_build()[1] == "cpu":
             _use_threads(options.threads)
         logging.getLogger("vllm").setLevel(logging.WARNING)
-        # What it logs of a configuration that it cannot read is raised, too.
-        logging.getLogger("vllm.transformers_utils").setLevel(logging.CRITICAL)
+        # What it logs of a configuration that it cannot read is raised, too, and so is the error of a step.
+        for name in ("transformers_utils", "logging_utils.dump_input"):
+            logging.getLogger(f"vllm.{name}").setLevel(logging.CRITICAL)
         if options.tensor_parallel > 1:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         from vllm.v1.engine.core import EngineCore
