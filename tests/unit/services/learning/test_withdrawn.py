@@ -1,6 +1,8 @@
 """Workers beside `gammaray drafters forget`, files that cannot be read, and clocks that are wrong."""
 
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -65,18 +67,24 @@ def test_forget_says_which_workers_have_confirmed(folder, monkeypatch):
     assert "confirmed" not in forget(folder).stderr, "none is at work"
 
 
-def serve_as_other_user(folder, started, go_on):
-    """Keep a stream, and try to keep more when it is told to."""
-    os.setgid(OTHER_UID)
-    os.setuid(OTHER_UID)
-    versions = Versions("base", str, folder)
-    versions.record(session("acme:1"))
-    wait_until(lambda: records(folder.path, "tenant-acme"))
-    os.write(started, b"1")
-    os.read(go_on, 1)
-    for number in range(2, 6):
-        versions.record(session(f"acme:{number}"))
-    versions.close()
+SERVE = """
+import os, sys
+from pathlib import Path
+from gammaray.learning.folder import LearningFolder
+from services.learning.versions import Versions
+from tests.unit.services.learning.test_withdrawn import OTHER_UID, records, session, wait_until
+path = Path(sys.argv[1])
+os.setgid(OTHER_UID)
+os.setuid(OTHER_UID)
+versions = Versions("base", str, LearningFolder(path))
+versions.record(session("acme:1"))
+wait_until(lambda: records(path, "tenant-acme"))
+print("kept", flush=True)
+sys.stdin.readline()
+for number in range(2, 6):
+    versions.record(session(f"acme:{number}"))
+versions.close()
+"""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to serve as another user")
@@ -87,20 +95,12 @@ def test_root_withdraws_for_a_worker_of_another_user():
         folder.consent("acme", "own")
         os.chown(folder.path, OTHER_UID, OTHER_UID)
         folder.secure()
-        go_on, started = os.pipe(), os.pipe()
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                serve_as_other_user(folder, started[1], go_on[0])
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(started[1])
-        assert os.read(started[0], 1), "it ended"
-        found = forget(folder)
-        os.write(go_on[1], b"1")
-        _, status = os.waitpid(child, 0)
-        assert (status, found.exit_code, found.stderr.count(": confirmed")) == (0, 0, 1), found.stderr
+        command = [sys.executable, "-c", SERVE, str(folder.path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+            assert worker.stdout.readline() == "kept\n"
+            found = forget(folder)
+            worker.communicate("go on\n", timeout=60)
+        assert (worker.returncode, found.exit_code, found.stderr.count(": confirmed")) == (0, 0, 1)
         assert not list((folder.path / "tenant-acme").rglob("*.npz"))
         assert {path.lstat().st_uid for path in (folder.path, *folder.path.rglob("*"))} == {OTHER_UID}
 
