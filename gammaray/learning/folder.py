@@ -445,7 +445,8 @@ class LearningFolder:
         names = {*self.read().drafters(), *(store.path.name for store in self.stores())} - {OPEN}
         if (self.path / OPEN).is_dir() or not names:
             names.add(OPEN)
-        notes, found = self._notes(), {}
+        notes = self._notes()
+        found: dict[str, dict[str, int | str]] = {}
         for name in sorted(names):
             kept = [one.name for one in stored_streams(self.path / name / "records") if one.name]
             tokens, training = sum(one.num_answer for one in kept), "no streams yet" if not kept else "waits"
