@@ -32,8 +32,8 @@ CLUSTERS = {
     ),
 }
 """Options by engine, to which `Tenants` adds. Tokens must not depend on who else was in a batch: what is
-compared here, is compared bit by bit. vLLM computes the same bits in every batch on GPUs only; elsewhere a tie
-may fail a run."""
+compared here, is compared bit by bit. vLLM computes the same bits in every batch on GPUs only; elsewhere a
+tie may fail a run."""
 
 TTL_S = 30
 """Sessions stay in Redis for their TTL by design: short, so that their number is steady before the warm-up
