@@ -21,6 +21,8 @@ from gammaray.types import SamplingParams
 from services.demo_pair import TARGET_DIR
 from services.engine.core.model import load_model
 from services.engine.loader import load_engine
+from services.own.head_loading import load_learning_drafter
+from services.own.target_scheduler import TargetScheduler
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.scheduling.planning import Limits
 from services.scheduling.tasks import Release
