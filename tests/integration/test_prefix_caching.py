@@ -10,7 +10,7 @@ from gammaray.errors import NotFoundError
 from gammaray.types import GenerationRequest, SamplingParams
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.workers.prefix_affinity import prefix_keys
-from tests.support.workers.service_helpers import running, tokens_of, worker_process
+from tests.support.workers.service_helpers import first_tokens, running, tokens_of, worker_process
 
 pytestmark = pytest.mark.integration
 
@@ -66,7 +66,7 @@ async def test_a_session_deleted_while_running_leaves_no_cache(orchestrator):
     request = request_of(session_id="soon-gone", max_tokens=1500)
     stream = orchestrator.generate(request, ALICE)
     async with aclosing(stream):
-        await anext(stream)
+        await first_tokens(stream)
         assert await orchestrator.sessions.delete("soon-gone", ALICE)
         # What a worker does that was fed again before the owner heard of it.
         with pytest.raises(NotFoundError):

@@ -24,7 +24,7 @@ from tests.support.workers.resume_helpers import (
     two_orchestrators,
     undisturbed,
 )
-from tests.support.workers.service_helpers import PROMPTS, complete, text_of, tokens_of
+from tests.support.workers.service_helpers import PROMPTS, complete, first_tokens, text_of, tokens_of
 
 pytestmark = pytest.mark.integration
 
@@ -216,7 +216,7 @@ async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
     one, other = pair
     request = request_of(max_tokens=1500)
     async with aclosing(one.generate(request)) as stream:
-        await anext(stream)
+        await first_tokens(stream)
         assert await other.sessions.delete(request.session_id, ANONYMOUS)
         with pytest.raises(NotFoundError, match="deleted or has expired"):
             async for _ in stream:

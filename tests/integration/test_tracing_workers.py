@@ -277,7 +277,7 @@ async def _survive_a_target_and_resume(redis, survivor, draft):
         async with running(redis, victim, draft) as orchestrator:
             async with aclosing(orchestrator.generate(REQUEST, Caller())) as chunks:
                 async for chunk in chunks:
-                    if not received:  # the survivor knows nothing of the session
+                    if chunk.tokens and not received:  # the survivor knows nothing of the session
                         orchestrator.fleet.targets.announce({survivor})
                         await orchestrator.fleet.targets.wait_until_connected(TIMEOUT_S)
                         process.kill()

@@ -68,6 +68,14 @@ async def complete(orchestrator, request: GenerationRequest, after_chunk=lambda 
     return chunks
 
 
+async def first_tokens(stream):
+    """Return the first chunk of a stream that has tokens: workers know the session then."""
+    async for chunk in stream:
+        if not chunk.is_opening:
+            return chunk
+    raise AssertionError("the stream has no tokens")
+
+
 def tokens_of(chunks) -> list[int]:
     return [token.token_id for chunk in chunks for token in chunk.tokens]
 
