@@ -1,7 +1,5 @@
 """A head in the target worker: draft-ahead changes nothing but times; it reads the newest positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
