@@ -65,6 +65,7 @@ make_base() {  # MINOR: python:X.Y.Z-bookworm and its slim form, from this machi
   cp -a "$prefix/." "$root/usr/local/"
   rm -rf "$root/usr/local/lib/python$1/test" "$root/usr/local/lib/python$1"/config-*
   find "$root/usr/local/lib" -name __pycache__ -prune -exec rm -rf {} +
+  find "$root/usr/local/lib/python$1/site-packages" -mindepth 1 -maxdepth 1 ! -name 'pip*' -exec rm -rf {} +  # as in python:X.Y.Z
   sed -i "1s|^#!.*python.*|#!/usr/local/bin/python$1|" "$root/usr/local/bin/"pip*
   ln -sf "python$1" "$root/usr/local/bin/python"
   cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"

@@ -1,36 +1,50 @@
 """The folder in which the workers of one machine learn from their traffic.
 
-    FOLDER/tenants.json           tenants that agreed, see `LearningFolder.consent`
+    FOLDER/tenants.json           tenants that agreed, see `Consents`
+    FOLDER/training.json          what the training process says of each drafter
+    FOLDER/workers/               what each worker at work has applied, see `Confirmation`
     FOLDER/NAME/state.json        the versions of one drafter, see `Drafters`
     FOLDER/NAME/versions/000001/  its weights, as `gammaray train` writes them
     FOLDER/NAME/records/          finished streams that it may learn from
 
 NAME is `tenant-` and the tenant's name, `shared` for the tenants that share one, or `open` for all requests
-to a cluster without API keys. Version 0 is the head or draft model that the workers were started with.
+to a cluster without API keys. Version 0 is the head that the workers were started with. All of it is for the
+folder's owner alone.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from gammaray.learning.consents import OPEN, SHARED, TENANT, Consent, Consents, confirmed
+from gammaray.learning.private import make_folder, secure
 from gammaray.security.keys import is_tenant, locked, replace_file
 
-OPEN, SHARED, _TENANT = "open", "shared", "tenant-"
+ANCESTORS, FORMER, LISTED = 3, 3, 20
+"""Versions that `rollback` reaches one after another, other ended ones whose weights are kept, and the newest
+that are listed."""
 
-Consent = Literal["own", "shared"]
-"""Which drafter a tenant's streams train: one of its own, or the shared one."""
+TENANTS_FILE, NOTES_FILE = "tenants.json", "training.json"
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
-Status = Literal["candidate", "stable", "former", "rolled back", "retired"]
+Status = Literal["candidate", "stable", "former", "rolled back", "deleted", "retired"]
+
+
+def _numbered(tenants: Any) -> Any:
+    """Versions of gammaray 0.2 name tenants only."""
+    return tenants if isinstance(tenants, dict) else dict.fromkeys(tenants, 0)
 
 
 class RecordName(NamedTuple):
@@ -50,6 +64,7 @@ class RecordName(NamedTuple):
 
     @classmethod
     def parse(cls, path: Path) -> RecordName:
+        """Return what a name says; ValueError if it is not one of a stream."""
         written_at, tenant, session, num_answer = path.stem.split("_")
         return cls(int(written_at), tenant, session, int(num_answer))
 
@@ -57,9 +72,41 @@ class RecordName(NamedTuple):
         return f"{'_'.join(map(str, self))}.npz"
 
 
-def stored_streams(records: Path) -> list[Path]:
-    """Return the files of all streams in a folder, also of one whose writer was killed."""
-    return [*records.glob("*.npz"), *records.glob("*.new")]
+class Stream(NamedTuple):
+    """A file in a folder of streams, also of a writer that was killed.
+
+    Args:
+        at: Unix time, the earlier one of the file's and of its name's: a clock may have been wrong.
+        name: None if it was not written as a stream; it may be a copy of one.
+    """
+
+    path: Path
+    size: int
+    at: float
+    name: RecordName | None
+
+
+def stored_streams(records: Path) -> Iterator[Stream]:
+    """Yield the files of a folder in any order; none if there is no such folder."""
+    try:
+        entries = os.scandir(records)
+    except FileNotFoundError:
+        return
+    with entries:
+        for entry in entries:
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    continue
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            path = Path(entry.path)
+            try:
+                name = RecordName.parse(path)
+                at = min(found.st_mtime, name.written_at / 1e9)
+            except ValueError:
+                name, at = None, found.st_mtime
+            yield Stream(path, found.st_size, at, name)
 
 
 class Version(BaseModel):
@@ -69,12 +116,14 @@ class Version(BaseModel):
         number: From 1 on.
         parent: The version that its training began with; 0 is the drafter of the start.
         created_at: When it was published.
-        tenants: Tenants whose streams it, or a version before it, was trained on; "" without API keys.
+        tenants: Tenants whose streams it, or a version before it, was trained on, with the numbers of their
+            consents, see `Consents`.
         tokens: Tokens of completions that its training could draw from.
         expected: Tokens per proposal that held-out streams expect, of five.
         parent_expected: The same of its parent.
         status: candidate: serves a share of the sessions; stable: serves all others; former: was stable;
-            rolled back: was worse or could not be loaded; retired: its data were deleted.
+            rolled back: was worse or could not be loaded; deleted: one of these whose weights are no longer
+            kept; retired: its tenant withdrew.
         reason: Why it was rolled back or retired.
     """
 
@@ -83,7 +132,7 @@ class Version(BaseModel):
     number: int
     parent: int
     created_at: datetime
-    tenants: tuple[str, ...]
+    tenants: Annotated[dict[str, int], BeforeValidator(_numbered)]
     tokens: int
     expected: float
     parent_expected: float
@@ -95,7 +144,7 @@ class Drafters(BaseModel):
     """The versions of one drafter.
 
     Args:
-        versions: By number, from 1 on.
+        versions: The newest ones, and those whose weights are kept, by number.
         stable: Number of the version that serves; 0 is the drafter of the start.
         is_pinned: Whether no further version is published.
     """
@@ -113,14 +162,19 @@ class Drafters(BaseModel):
 
     def version(self, number: int) -> Version:
         """Return a version; NotFoundError if there is none of this number."""
-        if not 1 <= number <= len(self.versions):
-            raise NotFoundError(f"no version {number} of {len(self.versions)}")
-        return self.versions[number - 1]
+        for one in self.versions:
+            if one.number == number:
+                return one
+        raise NotFoundError(f"no version {number} of {self.newest}")
+
+    @property
+    def newest(self) -> int:
+        return self.versions[-1].number if self.versions else 0
 
     def with_status(self, number: int, status: Status, reason: str = "") -> Drafters:
         """Return these with another status of one version."""
         changed = self.version(number).model_copy(update={"status": status, "reason": reason})
-        versions = (*self.versions[: number - 1], changed, *self.versions[number:])
+        versions = tuple(changed if one.number == number else one for one in self.versions)
         return self.model_copy(update={"versions": versions})
 
     def with_stable(self, number: int) -> Drafters:
@@ -134,11 +188,29 @@ class Drafters(BaseModel):
 
     def ancestor(self, number: int) -> int:
         """Return the nearest version before this one that was stable and may serve; 0 if there is none."""
-        while number:
-            number = self.version(number).parent
-            if number and self.version(number).status in ("former", "stable"):
+        by_number = {one.number: one for one in self.versions}
+        while number in by_number:
+            number = by_number[number].parent
+            if number in by_number and by_number[number].status in ("former", "stable"):
                 return number
         return 0
+
+    def kept(self) -> set[int]:
+        """Return the numbers of the versions whose weights are kept."""
+        numbers, number = {self.stable, self.candidate or 0}, self.stable
+        for _ in range(ANCESTORS):
+            numbers.add(number := self.ancestor(number))
+        ended = [one.number for one in self.versions if one.status in ("former", "rolled back")]
+        return numbers.union(ended[-FORMER:]) - {0}
+
+    def bounded(self) -> Drafters:
+        """Return these without the oldest ones whose weights are not kept."""
+        kept, found = self.kept(), self
+        for one in self.versions:
+            if one.number not in kept and one.status in ("former", "rolled back"):
+                found = found.with_status(one.number, "deleted", one.reason)
+        listed = [one for one in found.versions if one.number in kept or one.number > self.newest - LISTED]
+        return found.model_copy(update={"versions": tuple(listed)})
 
 
 def _read(kind: type[_Model], path: Path) -> _Model:
@@ -148,16 +220,6 @@ def _read(kind: type[_Model], path: Path) -> _Model:
         return kind()
     except (OSError, ValidationError) as error:
         raise FailedPreconditionError(f"{path} cannot be read ({type(error).__name__})") from None
-
-
-def _change(kind: type[_Model], path: Path, change: Callable[[_Model], _Model]) -> _Model:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path, "learn"):
-        before = _read(kind, path)
-        after = change(before)
-        if after != before:
-            replace_file(path, after.model_dump_json(indent=1) + "\n", "learn")
-    return after
 
 
 class DrafterStore:
@@ -177,25 +239,29 @@ class DrafterStore:
         """Add a version, which `make` returns for its number, as the candidate.
 
         Args:
-            written: Its directory, which is moved here.
+            written: Its directory, which is moved here, or deleted.
 
         Returns:
-            The version; None if there is a candidate, or the stable version is pinned.
+            The version; None if there is a candidate, the stable version is pinned, or a consent on which the
+            version rests was withdrawn.
         """
         published: list[Version] = []
 
         def add(found: Drafters) -> Drafters:
-            if found.candidate is not None or found.is_pinned:
+            version = make(found.newest + 1)
+            consents = _read(Consents, self.path.parent / TENANTS_FILE)
+            if found.candidate is not None or found.is_pinned or not consents.covers(version.tenants):
                 return found
-            version = make(len(found.versions) + 1)
             directory = self.directory(version.number)
-            directory.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(directory.parent)
             shutil.rmtree(directory, ignore_errors=True)  # of a publisher that died before the next line
             os.replace(written, directory)
+            secure(self.path)
             published.append(version)
             return found.model_copy(update={"versions": (*found.versions, version)})
 
         self._change(add)
+        shutil.rmtree(written, ignore_errors=True)
         return published[0] if published else None
 
     def promote(self, number: int) -> None:
@@ -220,12 +286,12 @@ class DrafterStore:
     def pin(self, number: int) -> None:
         """Make a version stable, and publish no other one until `unpin`; 0 is the drafter of the start.
 
-        Raises FailedPreconditionError if it was retired.
+        Raises FailedPreconditionError if its weights were deleted.
         """
 
         def pin(found: Drafters) -> Drafters:
-            if number and found.version(number).status == "retired":
-                raise FailedPreconditionError(f"version {number} was retired: {found.version(number).reason}")
+            if number and (one := found.version(number)).status in ("retired", "deleted"):
+                raise FailedPreconditionError(f"the weights of version {number} were deleted: {one.reason}")
             if (candidate := found.candidate) not in (None, number):
                 found = found.with_status(candidate, "rolled back", f"version {number} was pinned")
             return found.with_stable(number).model_copy(update={"is_pinned": True})
@@ -236,33 +302,45 @@ class DrafterStore:
         """Allow further versions."""
         self._change(lambda found: found.model_copy(update={"is_pinned": False}))
 
-    def retire(self, tenant: str) -> list[int]:
-        """End and delete the versions that were trained on a tenant's streams; return their numbers."""
+    def clean(self, consents: Consents, *, unpublished: bool = False) -> list[int]:
+        """Retire versions whose consents were withdrawn, and delete all weights that no version needs.
+
+        Args:
+            unpublished: Whether weights that are being written are deleted, too.
+
+        Returns the numbers of the versions that were retired.
+        """
         retired: list[int] = []
 
         def retire(found: Drafters) -> Drafters:
             for one in found.versions:
-                if tenant in one.tenants and one.status != "retired":
+                if one.status != "retired" and not consents.covers(one.tenants):
                     retired.append(one.number)
-            for number in retired:
-                found = found.with_status(number, "retired", f"data of tenant {tenant} were deleted")
+                    found = found.with_status(one.number, "retired", "its tenant withdrew")
             if found.stable in retired:
                 found = found.with_stable(found.ancestor(found.stable))
+            if unpublished and (self.path / "new").exists():
+                # Renamed first: who writes there gets an error, and publishes no half of it.
+                os.replace(self.path / "new", make_folder(self.path / "versions") / f"new-{time.time_ns()}")
             return found
 
-        self._change(retire)
-        for number in retired:
-            shutil.rmtree(self.directory(number), ignore_errors=True)
+        if self.path.is_dir():
+            self._change(retire)
         return retired
 
     def _change(self, change: Callable[[Drafters], Drafters]) -> Drafters:
-        return _change(Drafters, self.path / "state.json", change)
-
-
-class _Tenants(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    tenants: dict[str, Consent] = {}
+        path = self.path / "state.json"
+        make_folder(self.path)
+        with locked(path, "learn"):
+            before = _read(Drafters, path)
+            after = change(before).bounded()
+            if after != before:
+                replace_file(path, after.model_dump_json(indent=1) + "\n", "learn")
+            kept = {f"{number:06d}" for number in after.kept()}
+            for weights in (self.path / "versions").glob("*"):
+                if weights.name not in kept:
+                    shutil.rmtree(weights, ignore_errors=True)
+        return after
 
 
 class LearningFolder:
@@ -270,55 +348,151 @@ class LearningFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._tenants_file = path / "tenants.json"
+
+    def secure(self) -> None:
+        """Make the folder if it is missing, and leave what it holds to its owner alone.
+
+        Raises InvalidArgumentError if other things are in it, or it belongs to another user.
+        """
+        allowed = "a folder of this user that is new, empty, or for its owner alone (0700)"
+        try:
+            names = {one.name for one in make_folder(self.path).iterdir()} - {"lost+found"}
+            if self.path.stat().st_mode & 0o077:
+                if others := [name for name in names if not self._is_own(name)]:
+                    raise InvalidArgumentError("learn", f"{self.path}, which holds {min(others)}", allowed)
+                os.chmod(self.path, 0o700)
+            for path in map(self.path.joinpath, filter(self._is_own, names)):
+                secure(path)
+        except OSError as error:
+            got = f"{error.filename or self.path} ({error.strerror})"
+            raise InvalidArgumentError("learn", got, f"{allowed} (uid {os.geteuid()})") from None
+
+    def is_one(self) -> bool:
+        """Whether workers learn, or a tenant agreed, in this folder."""
+        return self.path.is_dir() and any(self._is_own(one.name) for one in self.path.iterdir())
+
+    @staticmethod
+    def _is_own(name: str) -> bool:
+        return name in (TENANTS_FILE, NOTES_FILE, "trainer.lock", "workers", OPEN, SHARED) or (
+            name.startswith(TENANT)
+        )
+
+    def read(self) -> Consents:
+        """Return the consents; FailedPreconditionError if the file cannot be read: there are none then."""
+        return _read(Consents, self.path / TENANTS_FILE)
+
+    def covers(self, tenant: str, number: int | None) -> bool:
+        """Whether a tenant's consent of a number can be read, and is still the present one."""
+        try:
+            return number is not None and self.read().covers({tenant: number})
+        except FailedPreconditionError:
+            return False
 
     def consents(self) -> dict[str, Consent]:
         """Return which drafter the streams of each tenant train; of others nothing is kept."""
-        return _read(_Tenants, self._tenants_file).tenants
+        return self.read().tenants
 
     def consent(self, tenant: str, to: Consent) -> None:
         """Note that a tenant's streams may be kept and learnt from."""
         if not is_tenant(tenant):
             raise InvalidArgumentError("tenant", tenant, "1 to 32 of a-z 0-9 and -, not - first")
-        self._change_consents(lambda found: {**found, tenant: to})
+        self.complete()  # deletions that were interrupted
+        self._change_consents(lambda found: found.with_tenant(tenant, to))
 
     def forget(self, tenant: str) -> dict[str, list[int]]:
         """Withdraw a tenant's consent, and delete its streams and the versions that were trained on them.
 
-        Returns the numbers of these versions, by drafter.
+        Returns the numbers of these versions, by drafter. Workers complete it if this is interrupted.
         """
-        if tenant:
-            self._change_consents(lambda found: {name: to for name, to in found.items() if name != tenant})
-        for records in self.path.glob("*/records"):
-            for path in stored_streams(records):
-                if RecordName.parse(path).tenant == tenant:
-                    path.unlink(missing_ok=True)
-        found = {store.path.name: store.retire(tenant) for store in self.stores()}
-        return {name: numbers for name, numbers in found.items() if numbers}
+        self._change_consents(lambda found: found.without(tenant))
+        return self.complete()
 
-    def drafter_of(self, tenant: str, consents: dict[str, Consent]) -> str | None:
-        """Return the drafter that serves a tenant and learns from it; None: that of the start, and nothing.
+    def complete(self) -> dict[str, list[int]]:
+        """Carry out the deletions that are pending; return the versions that were retired, by drafter."""
+        consents, retired = self.read(), {}
+        for tenant in consents.pending:
+            for store in self.stores_of(tenant):
+                for stream in stored_streams(store.path / "records"):
+                    # In the folder of one tenant, and where the name says nothing, all of it may be its text.
+                    if store.path.name != SHARED or stream.name is None or stream.name.tenant == tenant:
+                        stream.path.unlink(missing_ok=True)
+                retired[store.path.name] = store.clean(consents, unpublished=True)
+        if consents.pending:
+            self._change_consents(
+                lambda found: (
+                    found.model_copy(update={"pending": ()})
+                    if found.generation == consents.generation
+                    else found
+                )
+            )
+        return {name: numbers for name, numbers in retired.items() if numbers}
 
-        Without API keys `tenant` is empty; `consents` are those of the folder.
-        """
-        if not tenant:
-            return OPEN
-        to = consents.get(tenant)
-        return None if to is None else SHARED if to == "shared" else _TENANT + tenant
+    def confirmations(self, wait_s: float) -> dict[str, bool]:
+        """Wait until each worker at work has applied the consents; return which have."""
+        wanted, ends = self.read().generation, time.monotonic() + wait_s
+        while True:
+            found = {name: applied >= wanted for name, applied in confirmed(self.path).items()}
+            if all(found.values()) or time.monotonic() > ends:
+                return found
+            time.sleep(0.05)
+
+    def write_notes(self, notes: dict[str, str]) -> None:
+        """Write what the training process says of each drafter."""
+        replace_file(self.path / NOTES_FILE, json.dumps(notes), "learn")
+
+    def progress(self) -> dict[str, dict[str, int | str]]:
+        """Return the streams and tokens of each drafter, and what the training process says of it."""
+        names = {*self.read().drafters(), *(store.path.name for store in self.stores())} - {OPEN}
+        if (self.path / OPEN).is_dir() or not names:
+            names.add(OPEN)
+        notes = self._notes()
+        found: dict[str, dict[str, int | str]] = {}
+        for name in sorted(names):
+            kept = [one.name for one in stored_streams(self.path / name / "records") if one.name]
+            tokens, training = sum(one.num_answer for one in kept), "no streams yet" if not kept else "waits"
+            if notes is None:
+                training = "no process trains: no worker is at work, or its log says why"
+            found[name] = {
+                "streams": len(kept),
+                "tokens": tokens,
+                "training": (notes or {}).get(name, training),
+            }
+        return found
+
+    def _notes(self) -> dict[str, str] | None:
+        """Return what the training process says of each drafter; None if none is at work."""
+        try:
+            with (self.path / "trainer.lock").open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            path = self.path / NOTES_FILE
+            return dict(json.loads(path.read_bytes())) if path.exists() else {}
+        except FileNotFoundError:
+            return None
+
+    def stores_of(self, tenant: str) -> list[DrafterStore]:
+        """Return the drafters that may hold data of a tenant."""
+        names = (TENANT + tenant, SHARED) if tenant else (OPEN,)
+        return [DrafterStore(self.path / name) for name in names]
 
     def store(self, name: str) -> DrafterStore:
         """Return the versions of a drafter; InvalidArgumentError if the name is none's."""
         if name not in (OPEN, SHARED) and not (
-            name.startswith(_TENANT) and is_tenant(name.removeprefix(_TENANT))
+            name.startswith(TENANT) and is_tenant(name.removeprefix(TENANT))
         ):
-            raise InvalidArgumentError("drafter", name, f"{OPEN}, {SHARED} or {_TENANT}NAME")
+            raise InvalidArgumentError("drafter", name, f"{OPEN}, {SHARED} or {TENANT}NAME")
         return DrafterStore(self.path / name)
 
     def stores(self) -> Iterator[DrafterStore]:
         """Yield the drafters that have a folder."""
         for path in sorted(self.path.glob("*")):
-            if path.is_dir() and (path.name in (OPEN, SHARED) or path.name.startswith(_TENANT)):
+            if path.is_dir() and (path.name in (OPEN, SHARED) or path.name.startswith(TENANT)):
                 yield DrafterStore(path)
 
-    def _change_consents(self, change: Callable[[dict[str, Consent]], dict[str, Consent]]) -> None:
-        _change(_Tenants, self._tenants_file, lambda found: _Tenants(tenants=change(found.tenants)))
+    def _change_consents(self, change: Callable[[Consents], Consents]) -> None:
+        path = make_folder(self.path) / TENANTS_FILE
+        with locked(path, "learn"):
+            before = _read(Consents, path)
+            if (after := change(before)) != before:
+                replace_file(path, after.model_dump_json(indent=1) + "\n", "learn")

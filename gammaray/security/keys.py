@@ -172,7 +172,10 @@ def _write(path: Path, keys: Sequence[ApiKey]) -> None:
 
 
 def replace_file(path: Path, text: str, field: str) -> None:
-    """Replace a key file atomically: a server never reads a part of one. Only its owner can read it."""
+    """Replace a key file atomically: a server never reads a part of one. Only its owner can read it.
+
+    What root writes belongs to the owner of the file before, or of the folder: `sudo` locks no server out.
+    """
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         try:
@@ -180,6 +183,9 @@ def replace_file(path: Path, text: str, field: str) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(handle)
+            if os.geteuid() == 0:
+                owner = (path if path.exists() else path.parent).stat()
+                os.chown(name, owner.st_uid, owner.st_gid)
             os.replace(name, path)
         except OSError:
             os.unlink(name)

@@ -197,7 +197,7 @@ ENGINE = (
     ),
     Metric(
         *("gammaray.worker.drafter.first_tokens", Kind.COUNTER, "{token}", BOTH_WORKERS),
-        "First tokens of the proposals of a head or draft model that learns, by the version that drafted "
+        "First tokens of the proposals of a head that learns, by the version that drafted "
         "(arm: stable or candidate), and whether they were accepted or rejected (outcome).",
         labels=("role", "arm", "outcome"),
     ),

@@ -15,13 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gammaray.config import (
-    ClusterSettings,
-    TargetSettings,
-    WorkerSettings,
-    parse_adapters,
-    settings_error,
-)
+from gammaray.config import ClusterSettings, WorkerSettings, parse_adapters, settings_error
 from gammaray.demo_pair import early_exit_layers, is_missing, resolve_model
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.engines import check_installed, takes_gpu
@@ -119,8 +113,8 @@ def check_workers(settings: ClusterSettings) -> None:
         made = _settings_of(role, given)
         if isinstance(made, WorkerSettings) and most[role]:
             check_installed(made.engine, settings.device)
-        if isinstance(made, TargetSettings) and made.lora:
-            import_module("services.process.adapters").max_rank(parse_adapters(made.lora))
+        if adapters := parse_adapters(getattr(made, "lora", "")):
+            import_module("services.process.adapters").max_rank(adapters)
 
 
 def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
@@ -133,11 +127,7 @@ def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
 
 
 def check_models(target: str, draft: str, engine: str = "auto") -> list[str]:
-    """Check that both models exist, and by their configurations whether the engine vllm serves the draft.
-
-    Returns:
-        What is to be said about their vocabularies.
-    """
+    """Check that both models exist and the engine serves the draft; return what is to be said about them."""
     target_size = vocab_size("target", target)
     is_other = early_exit_layers(draft) is not None
     if engine == "vllm" and (is_other or _config("draft", draft).keys() & _NOT_ON_VLLM):

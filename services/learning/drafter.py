@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_int32
+from dataclasses import replace
 
 from torch import Tensor
 
 from gammaray.blocks import Shape
 from gammaray.types import Proposal
 from services.learning.learner import Learner
-from services.learning.versions import Versions
+from services.learning.versions import SPAN, Drafting, Versions
 from services.scheduling.sessions import SessionCopy
 from services.speculation.head_drafter import HeadDrafter
 
@@ -42,7 +43,7 @@ class LearningDrafter(Learner[HeadDrafter]):
         for drafter, places in self._by_drafter(requests):
             proposals = drafter.draft([requests[place] for place in places])
             found |= dict(zip(places, proposals, strict=True))
-        return [self.expect(copy, found[place]) for place, (copy, _, _) in enumerate(requests)]
+        return [self._expect(copy, found[place]) for place, (copy, _, _) in enumerate(requests)]
 
     def prepare(self, requests: Sequence[Request], stop: c_int32) -> None:
         """Draft ahead, see `LocalDrafter.prepare`."""
@@ -54,10 +55,27 @@ class LearningDrafter(Learner[HeadDrafter]):
         for place, (copy, _, _) in enumerate(requests):
             session = self._session(copy.session_id, len(copy.tokens))
             before = session.version
-            if self.versions.follow(session, copy):
+            self._follow(session, copy)
+            if session.version is not before:
                 before.drop(copy.session_id)
-                if session.buffer is not None and session.buffer.parts:
+                if session.buffer.parts:
                     start, states = session.buffer.states()
                     session.version.take(copy.session_id, start, states)
             places.setdefault(session.version, []).append(place)
         return list(places.items())
+
+    def _follow(self, drafting: Drafting[HeadDrafter], session: SessionCopy) -> None:
+        """Count the outcome of a session's last proposal, and choose what drafts from here."""
+        tested, drafting.tested = drafting.tested, None
+        if tested is not None and len(session.tokens) > tested[0]:
+            is_accepted = session.tokens[tested[0]] == tested[1]
+            part = session.session_id, tested[0] // SPAN
+            self.versions.count(drafting.name, drafting.number, part, is_accepted)
+        part = session.session_id, len(session.tokens) // SPAN
+        drafting.number, drafting.version = self.versions.choose(drafting.name, part)
+
+    def _expect(self, session: SessionCopy, proposal: Proposal) -> Proposal:
+        """Note a session's proposal, whose first token the next committed one accepts or not; name it."""
+        drafting = self._sessions[session.session_id]
+        drafting.tested = (len(session.tokens), proposal.token_ids[0]) if proposal else None
+        return replace(proposal, version=drafting.number) if drafting.number else proposal

@@ -1,29 +1,34 @@
 """Finished streams, kept on the worker's own machine.
 
-When a session ends and its tenant agreed, a thread writes its tokens to a file; the oldest files are deleted
-when all of them exceed a bound. For a head a target worker writes the hidden states of the newest positions,
-too, which it buffers as the head reads them anyway. Log-probabilities are not stored: they follow from the
-last hidden state. Draft models learn from the tokens alone.
+When a session ends and its tenant agreed, a thread writes its tokens to a file, with the hidden states of the
+newest positions, which are buffered as the head reads them anyway. Log-probabilities are not stored: they
+follow from the last hidden state. The thread knows the files of each folder, so that one more costs the same
+whatever is kept. Other processes' files, age and withdrawn consents are looked at once a minute, in pieces:
+the engine of this process never waits for a millisecond of it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gammaray.learning.folder import RecordName, stored_streams
+from gammaray.learning.private import make_folder, open_file
 from services.scheduling.sessions import SessionCopy
 
 MAX_POSITIONS = 640
@@ -32,16 +37,21 @@ MAX_POSITIONS = 640
 MIN_ANSWER = 16
 """Shorter completions are not kept."""
 
-MAX_BYTES = 256 << 20
+MAX_BYTES, MAX_FILES = 256 << 20, 1000
 """Of all files of one drafter."""
 
-MAX_AGE_S = 24 * 3600
-"""Age at which a stream is deleted."""
+MAX_AGE_S, MAX_AHEAD_S = 24 * 3600, 60
+"""Age at which a stream is deleted; one that is further in the future is, too, as the clock was wrong."""
+
+_PIECE_S, _PAUSE_S = 0.0003, 0.002
+"""Other threads run after each piece of work on many files."""
 
 _WAITING = 64
 """Streams that wait for the disk at most; others are lost."""
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -76,28 +86,60 @@ class Buffer:
         return self.start, torch.cat(self.parts)
 
 
+@dataclass
+class _Kept:
+    """The files of a folder: the oldest are deleted when they exceed a bound."""
+
+    files: list[tuple[float, Path, int]] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, at: float, path: Path, size: int) -> None:
+        heapq.heappush(self.files, (at, path, size))
+        self.size += size
+        while self.size > MAX_BYTES or len(self.files) > MAX_FILES:
+            _, oldest, freed = heapq.heappop(self.files)
+            self.size -= freed
+            oldest.unlink(missing_ok=True)
+
+
 class Recorder:
-    """Writes finished streams to files, at most `MAX_BYTES` of one drafter, in a thread of its own."""
+    """Writes finished streams to files, within the bounds of each drafter, in a thread of its own."""
 
     def __init__(self) -> None:
+        self._kept: dict[Path, _Kept] = {}
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
-    def record(self, folder: Path, tenant: str, session: SessionCopy, buffer: Buffer | None = None) -> None:
-        """Write an ended session's stream, unless too many wait for the disk; a head's with its states."""
+    def record(
+        self,
+        folder: Path,
+        tenant: str,
+        session: SessionCopy,
+        buffer: Buffer | None = None,
+        is_allowed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Write an ended session's stream, with its states, unless too many wait for the disk.
+
+        Args:
+            is_allowed: Whether it may be kept by the consents on disk, before and after it is written.
+        """
         if self._waiting.qsize() >= _WAITING:
             _log.warning("the disk is too slow: a stream is not learnt from")
             return
-        self._waiting.put(partial(self._write, folder, tenant, session, buffer))
+        self.then(partial(self._write, folder, tenant, session, buffer, is_allowed))
 
     def forget(self, folder: Path, session_id: str) -> None:
         """Delete the streams of a session, those that wait for the disk, too."""
-        self._waiting.put(partial(_forget, folder, session_id))
+        self.then(partial(_forget, folder, session_id))
 
-    def trim(self, folder: Path, tenants: Collection[str]) -> None:
-        """Delete the streams that are too old, and those of other tenants than these."""
-        self._waiting.put(partial(self._trim, folder, tenants))
+    def trim(self, folder: Path, tenants: Collection[str] | None) -> None:
+        """Delete the streams that are too old or too many, and those of other tenants than these."""
+        self.then(partial(self._trim, folder, tenants))
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Do something after all that was asked for before."""
+        self._waiting.put(work)
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
@@ -113,7 +155,14 @@ class Recorder:
             except Exception:  # serving goes on, and so does this thread
                 _log.exception("a stream cannot be kept")
 
-    def _write(self, folder: Path, tenant: str, session: SessionCopy, buffer: Buffer | None) -> None:
+    def _write(
+        self,
+        folder: Path,
+        tenant: str,
+        session: SessionCopy,
+        buffer: Buffer | None,
+        is_allowed: Callable[[], bool] = lambda: True,
+    ) -> None:
         start, states = (0, None) if buffer is None else buffer.states()
         # Each state predicts the token after it; that of the last token, if it is there, predicts none.
         last = len(session.tokens) - 1
@@ -121,16 +170,18 @@ class Recorder:
         first = max(start, end - MAX_POSITIONS)
         tokens = session.tokens[first : end + 1]
         num_prompt = max(1, session.spec.prompt_length - first)
-        if (num_answer := len(tokens) - num_prompt) < MIN_ANSWER:
+        if (num_answer := len(tokens) - num_prompt) < MIN_ANSWER or not is_allowed():
             return
         stored: dict[str, Any] = {}
         if states is not None:
             stored["states"] = states[first - start : end - start].view(torch.int16).numpy()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / str(RecordName(time.time_ns(), tenant, _digest(session.session_id), num_answer))
+        if folder not in self._kept:
+            self._trim(make_folder(folder))
+        now = time.time_ns()
+        path = folder / str(RecordName(now, tenant, _digest(session.session_id), num_answer))
         temporary = path.with_suffix(".new")
         try:
-            with temporary.open("wb") as file:
+            with open_file(temporary) as file:
                 np.savez(
                     file,
                     token_ids=np.asarray(tokens, dtype=np.int32),
@@ -138,34 +189,42 @@ class Recorder:
                     temperature=session.spec.params.temperature,
                     **stored,
                 )
+                size = file.tell()
             temporary.replace(path)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        self._trim(folder)
+        self._kept[folder].add(now / 1e9, path, size)
+        if not is_allowed():  # withdrawn meanwhile: who deletes may not have seen the file
+            path.unlink(missing_ok=True)
 
     def _trim(self, folder: Path, tenants: Collection[str] | None = None) -> None:
-        oldest, files = time.time_ns() - MAX_AGE_S * 10**9, []
-        for path in sorted(stored_streams(folder), key=RecordName.parse):
-            name = RecordName.parse(path)
-            if name.written_at < oldest or (tenants is not None and name.tenant not in tenants):
+        now, kept = time.time(), _Kept()
+        for path, size, at, name in _paced(stored_streams(folder)):
+            is_other = tenants is not None and name is not None and name.tenant not in tenants
+            if is_other or not now - MAX_AGE_S <= at <= now + MAX_AHEAD_S:
                 path.unlink(missing_ok=True)
             else:
-                files.append(path)
-        sizes = [path.stat().st_size for path in files]
-        total = sum(sizes)
-        for path, size in zip(files, sizes, strict=True):
-            if total <= MAX_BYTES:
-                return
-            path.unlink(missing_ok=True)
-            total -= size
+                kept.add(at, path, size)
+        self._kept[folder] = kept
 
 
 def _forget(folder: Path, session_id: str) -> None:
-    digest = _digest(session_id)
-    for path in stored_streams(folder):
-        if RecordName.parse(path).session == digest:
-            path.unlink(missing_ok=True)
+    digest = f"_{_digest(session_id)}_"
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in _paced(entries):
+            if digest in entry.name:
+                Path(entry.path).unlink(missing_ok=True)
+
+
+def _paced(work: Iterable[T]) -> Iterator[T]:
+    """Yield from what takes long, and let other threads run between short pieces of it."""
+    ends = time.perf_counter() + _PIECE_S
+    for one in work:
+        yield one
+        if time.perf_counter() > ends:
+            time.sleep(_PAUSE_S)
+            ends = time.perf_counter() + _PIECE_S
 
 
 def _digest(session_id: str) -> str:

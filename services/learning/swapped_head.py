@@ -13,15 +13,18 @@ from pathlib import Path
 from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.learning.folder import OPEN
+from gammaray.learning.consents import OPEN
 from services.engine.core.errors import EngineLostError
 from services.engine.core.shapes import check_token_map, check_weights
 from services.engine.core.tensor_files import read_tensor, tensor_names
 from services.learning.learner import Learner, check_head
-from services.learning.versions import SPAN, Versions, learn
+from services.learning.versions import Drafting, Versions, learn
 
 SPAN_S = 20.0
 """Seconds after which it is drawn again whether the candidate drafts."""
+
+_PART = 256
+"""Tokens of a session whose proposals are compared as one part."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class SwappedHead(Learner[str]):
 
     def take_turns(self, now_s: float) -> None:
         """Let the version draft whose turn it is at a time; one that cannot be loaded is rolled back."""
-        number, directory = self.versions.choose(OPEN, "", int(now_s / SPAN_S) * SPAN)
+        number, directory = self.versions.choose(OPEN, ("", int(now_s / SPAN_S)))
         if number == self.number:
             return
         try:
@@ -52,14 +55,16 @@ class SwappedHead(Learner[str]):
 
     def count(self, number: int, session_id: str, position: int, is_accepted: bool) -> None:
         """Count a version's proposal of a session's token at a position, and whether it was accepted."""
-        self.versions.count(OPEN, number, session_id, position, is_accepted)
+        self.versions.count(OPEN, number, (session_id, position // _PART), is_accepted)
 
-    def _name_of(self, session_id: str) -> str | None:
-        name = super()._name_of(session_id)
-        if name not in (OPEN, None) and not self._has_warned:
-            self._has_warned = True
-            _log.warning("sessions of tenants are not learnt from: vLLM has one version of a head for all")
-        return name if name == OPEN else None
+    def _session(self, session_id: str, num_tokens: int) -> Drafting[str]:
+        found = super()._session(session_id, num_tokens)
+        if found.name not in (OPEN, None):
+            found.is_kept = False
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("with API keys nothing is learnt: vLLM has one version of a head for all")
+        return found
 
 
 def check_swapped(learn: str, head: str) -> None:

@@ -11,15 +11,18 @@ import itertools
 import json
 import logging
 import threading
+import time
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from gammaray.demo_pair import DRAFTER_FILE
 from gammaray.errors import GammarayError
+from gammaray.learning.consents import Confirmation, Consents
 from gammaray.learning.folder import DrafterStore, LearningFolder
 from services.engine.core.errors import UnsupportedModelError
 from services.learning.canary import Canary, Decision
@@ -31,10 +34,17 @@ from services.scheduling.sessions import SessionCopy
 CANARY_SHARE = 1 / 3
 """Share of a tenant's text that a candidate drafts."""
 
-SPAN, HEAD_SPAN = 256, 32
+SPAN = 32
 """Tokens after which it is drawn again whether the candidate drafts for a session, so that a machine with one
-endless session decides, too, and both versions draft for each text. Every change makes a draft model read the
-session again; a head reads at most its newest 64 positions."""
+endless session decides, too, and both versions draft for each text. A change makes a head read the session's
+newest 64 positions at most."""
+
+MAX_DRAFTERS = 8
+"""Drafters whose versions are loaded: of the tenants that were served last. The sessions of others draft with
+the drafter of the start."""
+
+_CALM_S = 60
+"""Time for which drafters that are loaded stay so, as many as there may be."""
 
 PERIOD_S = 1.0
 """Between two looks at the folder."""
@@ -63,16 +73,18 @@ class Drafting(Generic[T]):
     Attributes:
         name: Its tenant's drafter; None: the drafter of the start.
         number: Number of the version that drafts for it.
+        consent: Number of its tenant's consent when it began; None without one.
         is_kept: Whether its stream is recorded when it ends.
-        buffer: The target's states that its head reads; None: a draft model reads none.
+        buffer: The target's states that its head reads.
         tested: Length of the tokens before the last proposal, and its first token; None without one.
     """
 
     name: str | None
     number: int
     version: T
+    consent: int | None
     is_kept: bool
-    buffer: Buffer | None
+    buffer: Buffer = field(default_factory=Buffer)
     tested: tuple[int, int] | None = None
 
 
@@ -83,11 +95,12 @@ class Versions(Generic[T]):
         base: The drafter of the start, version 0.
         load: Loads the version in a directory.
         command: Starts the process that trains; None: another one does.
-        span: Tokens after which it is drawn again which version drafts for a session.
 
     Attributes:
         first_tokens: Number of proposals by arm (stable, candidate) and outcome of their first token
             (accepted, rejected).
+
+    Raises InvalidArgumentError if the folder cannot be left to its owner alone.
     """
 
     def __init__(
@@ -96,15 +109,16 @@ class Versions(Generic[T]):
         load: Callable[[str], T],
         folder: LearningFolder,
         command: Sequence[str] | None = None,
-        span: int = SPAN,
     ) -> None:
-        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._base, self._load, self._folder, self._span = base, load, folder, span
+        folder.secure()
+        self._base, self._load, self._folder = base, load, folder
         self.first_tokens = dict(NO_FIRST_TOKENS)
-        self._recorder = Recorder()
+        self._recorder, self._confirmation = Recorder(), Confirmation(folder.path)
         # Replaced as a whole by the watching thread.
         self._arms: dict[str, _Arms[T]] = {}
-        self._consents = folder.consents()
+        self._served: dict[str, float] = {}
+        self._failures: dict[str, str] = {}
+        self._consents = self._read()
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="drafter versions", daemon=True)
         self._watcher.start()
@@ -117,56 +131,54 @@ class Versions(Generic[T]):
             self._training.close()
         self._watcher.join(timeout=10)
         self._recorder.close()
+        self._confirmation.close()
 
-    def name_of(self, session_id: str) -> str | None:
-        """Return the drafter that serves a session and learns from it, see `LearningFolder.drafter_of`."""
-        return self._folder.drafter_of(_tenant_of(session_id), self._consents)
+    def begin(self, session_id: str, num_tokens: int) -> Drafting[T]:
+        """Return what drafts for a session that begins here with so many tokens."""
+        tenant, consents = _tenant_of(session_id), self._consents
+        name = None if consents is None else consents.drafter_of(tenant)
+        consent = None if consents is None else consents.number_of(tenant)
+        if name is not None:
+            self._served[name] = time.monotonic()
+        number, version = self.choose(name, (session_id, num_tokens // SPAN))
+        return Drafting(name, number, version, consent, name is not None)
 
-    def choose(self, name: str | None, session_id: str, num_tokens: int) -> tuple[int, T]:
-        """Return number and version of what drafts for a session of so many tokens."""
+    def choose(self, name: str | None, part: tuple[str, int]) -> tuple[int, T]:
+        """Return number and version of what drafts for a part of a session, or a stretch of time."""
         arms = None if name is None else self._arms.get(name)
         if arms is None:
             return 0, self._base
         number = arms.stable
         if arms.candidate is not None:
-            place = f"{arms.candidate}/{session_id}/{num_tokens // self._span}"
+            place = f"{arms.candidate}/{part[0]}/{part[1]}"
             if zlib.crc32(place.encode()) / 2**32 < CANARY_SHARE:
                 number = arms.candidate
         return number, arms.versions[number]
 
-    def follow(self, drafting: Drafting[T], session: SessionCopy) -> bool:
-        """Count the outcome of a session's last proposal; return whether another version drafts from here."""
-        tested, drafting.tested = drafting.tested, None
-        if tested is not None and len(session.tokens) > tested[0]:
-            is_accepted = session.tokens[tested[0]] == tested[1]
-            self.count(drafting.name, drafting.number, session.session_id, tested[0], is_accepted)
-        number, version = self.choose(drafting.name, session.session_id, len(session.tokens))
-        is_other = version is not drafting.version
-        drafting.number, drafting.version = number, version
-        return is_other
-
-    def record(self, session: SessionCopy, buffer: Buffer | None = None) -> None:
-        """Keep an ended session's stream if its tenant agreed, with the target's states of a head."""
-        name, spec = self.name_of(session.session_id), session.spec
-        if name is None or spec.no_learning or spec.adapter:  # an adapter makes another model of the target
+    def record(self, session: SessionCopy, drafting: Drafting[T] | None = None) -> None:
+        """Keep an ended session's stream if its tenant agreed throughout; without a drafting only tokens."""
+        spec, tenant = session.spec, _tenant_of(session.session_id)
+        buffer = None if drafting is None else drafting.buffer
+        drafting = drafting or self.begin(session.session_id, len(session.tokens))
+        if drafting.name is None or spec.no_learning or spec.adapter:  # an adapter makes another target
             return
         if buffer is not None and not buffer.parts:
             return
-        records, tenant = self._folder.store(name).path / "records", _tenant_of(session.session_id)
-        self._recorder.record(records, tenant, session, buffer)
+        records = self._folder.store(drafting.name).path / "records"
+        is_allowed = partial(self._folder.covers, tenant, drafting.consent)
+        self._recorder.record(records, tenant, session, buffer, is_allowed)
 
     def forget(self, session_id: str) -> None:
         """Delete what was recorded of a session."""
-        if (name := self.name_of(session_id)) is not None:
-            self._recorder.forget(self._folder.store(name).path / "records", session_id)
+        for store in self._folder.stores_of(_tenant_of(session_id)):
+            self._recorder.forget(store.path / "records", session_id)
 
-    def count(self, name: str | None, number: int, session_id: str, position: int, is_accepted: bool) -> None:
-        """Count a version's proposal of a session's token at a position, and whether it was accepted."""
+    def count(self, name: str | None, number: int, part: tuple[str, int], is_accepted: bool) -> None:
+        """Count a version's proposal of a part of a session, and whether its first token was accepted."""
         arms = None if name is None else self._arms.get(name)
         is_candidate = arms is not None and number == arms.candidate
         self.first_tokens[ARMS[is_candidate], OUTCOMES[not is_accepted]] += 1
         if arms is not None and arms.candidate is not None and number in arms.versions:
-            part = session_id, position // self._span
             arms.canary.add(part, is_accepted, is_candidate=is_candidate)
 
     def reject(self, name: str, number: int, error: Exception) -> None:
@@ -175,19 +187,62 @@ class Versions(Generic[T]):
         with suppress(GammarayError, OSError):
             self._folder.store(name).roll_back(number, f"it cannot be loaded: {error}")
 
+    def _read(self) -> Consents | None:
+        """Return the consents; those that cannot be read are none."""
+        with self._reported("consents"):
+            return self._folder.read()
+        return None
+
+    @contextmanager
+    def _reported(self, part: str) -> Iterator[None]:
+        """Log an error in a part of the folder, once for all looks that meet it: other parts are followed."""
+        try:
+            yield
+        except Exception as error:  # serving goes on with the versions that are loaded
+            if self._failures.get(part) != str(error):
+                is_known = isinstance(error, GammarayError)
+                _log.error("%s of %s: %s", part, self._folder.path, error, exc_info=not is_known)
+            self._failures[part] = str(error)
+        else:
+            self._failures.pop(part, None)
+
     def _watch(self) -> None:
         """Follow the folder: load versions, and decide on candidates."""
         for look in itertools.count():
+            with self._reported("the folder"):
+                self._look(look)
             if self._stop.wait(PERIOD_S):
                 return
-            try:
-                before, self._consents = self._consents, self._folder.consents()
-                for store in self._folder.stores():
-                    self._follow(store)
-                    if look % _LOOKS_PER_TRIM == 0 or before != self._consents:
-                        self._recorder.trim(store.path / "records", {"", *self._consents})
-            except Exception:  # serving goes on with the versions that are loaded
-                _log.exception("the versions in %s cannot be followed", self._folder.path)
+
+    def _look(self, look: int) -> None:
+        consents = self._read()
+        is_new, self._consents = look == 0 or consents != self._consents, consents
+        stores = {store.path.name: store for store in self._folder.stores()}
+        if is_new or look % _LOOKS_PER_TRIM == 0:
+            self._clean(stores, consents)
+        # Nothing that rests on consents that cannot be read drafts.
+        followed = [] if consents is None else sorted(stores, key=self._rank)[:MAX_DRAFTERS]
+        self._arms = {name: arms for name, arms in self._arms.items() if name in followed}
+        for name in followed:
+            with self._reported(f"drafter {name}"):
+                self._follow(stores[name])
+        if is_new and consents is not None and not consents.pending:
+            self._recorder.then(partial(self._confirmation.confirm, consents.generation))
+
+    def _rank(self, name: str) -> tuple[float, bool, str]:
+        return -(self._served.get(name, 0) // _CALM_S), name not in self._arms, name
+
+    def _clean(self, stores: Mapping[str, DrafterStore], consents: Consents | None) -> None:
+        """Complete deletions, and delete what is too old or too much; without consents nothing else."""
+        with self._reported("deletions"):
+            self._folder.complete()
+        for name, store in stores.items():
+            tenants: Collection[str] | None = None
+            if consents is not None:
+                tenants = consents.drafters().get(name, ())
+                with self._reported(f"versions of {name}"):
+                    store.clean(consents)
+            self._recorder.trim(store.path / "records", tenants)
 
     def _follow(self, store: DrafterStore) -> None:
         found = store.read()
@@ -212,7 +267,7 @@ class Versions(Generic[T]):
                 continue
             try:
                 loaded[number] = self._load(str(store.directory(number)))
-            except (GammarayError, OSError, ValueError, KeyError, RuntimeError) as error:
+            except Exception as error:
                 self.reject(store.path.name, number, error)
                 return  # the next look finds it rolled back
         versions = {number: loaded[number] for number in numbers}
@@ -224,9 +279,7 @@ def is_own(drafter: str) -> bool:
     return (Path(drafter) / DRAFTER_FILE).is_file()
 
 
-def learn(
-    folder: str, target: str, drafter: str, base: T, load: Callable[[str], T], span: int = SPAN
-) -> Versions[T]:
+def learn(folder: str, target: str, drafter: str, base: T, load: Callable[[str], T]) -> Versions[T]:
     """Begin to learn with a drafter of `gammaray train`; versions are for the same target and tokenizer."""
 
     def load_checked(directory: str) -> T:
@@ -236,7 +289,7 @@ def learn(
 
     path = Path(folder)
     command = trainer_command(path, target, drafter)
-    return Versions(base, load_checked, LearningFolder(path), command, span)
+    return Versions(base, load_checked, LearningFolder(path), command)
 
 
 def _described(directory: str) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from services.heads.loading import load_head, names_head
 from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.learning.drafter import LearningDrafter
 from services.learning.learner import check_head
-from services.learning.versions import HEAD_SPAN, is_own, learn
+from services.learning.versions import is_own, learn
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.speculation.head_drafter import MAX_FEATURES, HeadDrafter
 from services.speculation.local_drafter import LocalDrafter
@@ -74,7 +74,7 @@ def load_learning_drafter(settings: TargetSettings, engine: Engine) -> LearningD
     def load(directory: str) -> HeadDrafter:
         return _drafter(settings, engine, directory, *load_head(directory, target, head))
 
-    return LearningDrafter(base.taps, learn(settings.learn, target, name, base, load, HEAD_SPAN))
+    return LearningDrafter(base.taps, learn(settings.learn, target, name, base, load))
 
 
 def _names(settings: TargetSettings) -> tuple[str, str]:

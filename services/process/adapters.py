@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,8 +33,8 @@ def max_rank(directories: Mapping[str, str]) -> int:
     """Return the setting of vLLM that covers the largest rank of the adapters.
 
     Raises:
-        InvalidArgumentError: One does not exist, cannot be read or is of another kind, or its tensors have
-            other ranks than its configuration says, by which the adapter is scaled.
+        InvalidArgumentError: One does not exist, cannot be read or is of another kind, or a tensor has a rank
+            that its configuration does not name, by which vLLM scales the adapter.
     """
     largest = 1
     for name, directory in directories.items():
@@ -43,32 +42,21 @@ def max_rank(directories: Mapping[str, str]) -> int:
             raise adapter_error(name, directory, "the directory does not exist")
         try:
             stored = json.loads(_file(directory, _CONFIG).read_text())
-            kind, rank = stored["peft_type"], int(stored["r"])
-            patterns = (stored.get("rank_pattern") or {}).items()
-            ranks = {re.compile(rf"(.*\.)?({end})"): int(value) for end, value in patterns}
-        except (AttributeError, OSError, ValueError, KeyError, TypeError, re.error) as error:
+            kind, ranks = stored["peft_type"], {int(stored["r"])}
+            ranks |= set(map(int, (stored.get("rank_pattern") or {}).values()))
+        except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
             reason = f"{_CONFIG} cannot be read ({type(error).__name__}: {error})"
             raise adapter_error(name, directory, reason) from error
-        most = max(rank, *ranks.values()) if ranks else rank
-        if kind != "LORA" or rank < 1 or most > RANKS[-1]:
-            raise adapter_error(name, directory, f"its kind is {kind}, its rank {most}, at most {RANKS[-1]}")
-        for tensor, found, wanted in _found_ranks(name, directory, rank, ranks):
-            if found != wanted:
-                raise adapter_error(name, directory, f"{tensor} has rank {found}, {_CONFIG} says {wanted}")
+        most, said = max(ranks), " or ".join(map(str, sorted(ranks)))
+        if kind != "LORA" or min(ranks) < 1 or most > RANKS[-1]:
+            raise adapter_error(name, directory, f"its kind is {kind}, its rank {said}, at most {RANKS[-1]}")
+        for tensor, shape in _shapes(name, directory).items():
+            axis = _RANK_AXES.get(tensor.removesuffix(".weight").rpartition(".")[2])
+            if axis is not None and len(shape) == 2 and shape[axis] not in ranks:
+                reason = f"{tensor} has rank {shape[axis]}, {_CONFIG} says {said}"
+                raise adapter_error(name, directory, reason)
         largest = max(largest, most)
     return next(rank for rank in RANKS if rank >= largest)
-
-
-def _found_ranks(
-    name: str, directory: str, rank: int, patterns: Mapping[re.Pattern[str], int]
-) -> Iterator[tuple[str, int, int]]:
-    """Yield the tensors of an adapter that have a rank, this rank, and that of its configuration."""
-    for tensor, shape in _shapes(name, directory).items():
-        module, _, kind = tensor.removesuffix(".weight").rpartition(".")
-        if (axis := _RANK_AXES.get(kind)) is not None and len(shape) == 2:
-            # As PEFT does: the first pattern that is the end of the module's name.
-            found = (of for pattern, of in patterns.items() if pattern.fullmatch(module))
-            yield tensor, shape[axis], next(found, rank)
 
 
 def _shapes(name: str, directory: str) -> dict[str, Sequence[int]]:

@@ -97,3 +97,13 @@ def check_serving(settings: WorkerSettings, host: str = "") -> None:
         if is_wildcard(listening) and not host:
             allowed = "an address of this machine that orchestrators can dial"
             raise InvalidArgumentError("listen", settings.listen, allowed)
+
+
+@asynccontextmanager
+async def guarded(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Guard a call: unauthorised peers are refused, and a GammarayError ends the call with its status."""
+    try:
+        check_peer(context)
+        yield
+    except GammarayError as error:
+        await context.abort(error.status, str(error))

@@ -390,8 +390,9 @@ def _prepare_process(options: EngineOptions) -> None:
         torch.set_num_threads(options.threads)
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     logging.getLogger("vllm").setLevel(logging.WARNING)
-    # What it logs of a configuration that it cannot read is raised, too.
-    logging.getLogger("vllm.transformers_utils").setLevel(logging.CRITICAL)
+    # What it logs of a configuration that it cannot read is raised, too, and so is the error of a step.
+    for name in ("transformers_utils", "logging_utils.dump_input"):
+        logging.getLogger(f"vllm.{name}").setLevel(logging.CRITICAL)
 
 
 def _configuration(options: EngineOptions) -> Any:

@@ -175,9 +175,9 @@ async def generate(client: AsyncClient, ask: Ask, **how: Any) -> Said:
     return await Heard().over_grpc(client, ask, cache_salt=secrets.token_hex(8), **how)
 
 
-async def reference(address: str, wanted: Sequence[Ask]) -> dict[Ask, Said]:
+async def reference(address: str, wanted: Sequence[Ask], api_key: str | None = None) -> dict[Ask, Said]:
     """Return the completions of an undisturbed cluster by plain decoding."""
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, api_key=api_key) as client:
         said = await asyncio.gather(*(generate(client, ask, gamma=0, drafter="none") for ask in wanted))
     return dict(zip(wanted, said, strict=True))
 

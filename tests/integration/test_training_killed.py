@@ -9,18 +9,16 @@ import pytest
 
 from gammaray.learning.folder import LearningFolder
 from tests.support.dying_trainer import NONE, START, STEPS
-from tests.support.learning_helpers import begin, draft_model, end, learning, new_head, run_for, tiny_target
+from tests.support.learning_helpers import begin, end, learning, new_head, run_for, tiny_target
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 COUNT, LIMIT_S = 48, 240
 
 
-@pytest.mark.parametrize("kind", ["head", "draft model"])
-def test_serving_never_notices_and_the_next_process_goes_on(tmp_path, kind, monkeypatch):
+def test_serving_never_notices_and_the_next_process_goes_on(tmp_path, monkeypatch):
     target = tiny_target(tmp_path / "target")
-    path = tmp_path / "drafter"
-    drafter = new_head(path, target) if kind == "head" else draft_model(path, target, 0.2)
+    drafter = new_head(tmp_path / "drafter", target)
     notes, folder = tmp_path / "notes", tmp_path / "learn"
     notes.write_text("")
     monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.05)

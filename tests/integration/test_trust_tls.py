@@ -128,7 +128,7 @@ def serial(address: str, files: TlsFiles) -> int:
     return x509.load_der_x509_certificate(shown).serial_number
 
 
-@pytest.mark.needs("redis-server")  # the wheel's has no TLS
+@pytest.mark.needs("redis-server")  # the embedded one has no TLS
 async def test_completion_over_tls_to_worker_and_redis(certificates, tmp_path):
     files = certificates["server"]
     port = free_ports("127.0.0.1", 1)[0]

@@ -20,6 +20,7 @@ from orchestrator.launcher.redis_server import RedisServer
 from tests.soak.soak_census import Observer
 from tests.soak.soak_report import figures, table
 from tests.soak.soak_run import CLUSTERS, TTL_S, Options, Outcome, run
+from tests.soak.tenants import Tenants
 from tests.support.cluster.cluster_helpers import CACHE_BUDGET_MB
 
 START_TIMEOUT_S = 600.0
@@ -52,12 +53,13 @@ async def soak(redis_url: str, options: Options, engine: str) -> Outcome:
     }
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
-        arguments = [argument.format(folder=folder) for argument in CLUSTERS[engine]]
+        tenants = Tenants(Path(folder)) if engine == "learning" else None
+        arguments = [*CLUSTERS[engine], *(tenants.options if tenants else ())]
         cluster = await stack.enter_async_context(running_cluster(*arguments, timeout_s=START_TIMEOUT_S))
         with Redis.from_url(redis_url) as redis:
-            observer = Observer(cluster.grpc_address, cluster.pid, redis)
+            observer = Observer(cluster.grpc_address, cluster.pid, redis, tenants and tenants.key)
             http = f"http://{cluster.http_address}"
-            return await run(cluster.grpc_address, http, observer, options, _say)
+            return await run(cluster.grpc_address, http, observer, options, _say, tenants)
 
 
 def _say(line: str) -> None:

@@ -39,9 +39,17 @@ def samples() -> list[Ask]:
     return found
 
 
-async def first_said(grpc: str, http: str) -> Expected:
-    completions = await reference(grpc, samples())
-    async with AsyncClient(grpc) as client, httpx.AsyncClient(base_url=http, timeout=120) as web:
+def authorised(key: str | None) -> dict[str, str]:
+    """Return the headers of a request with an API key."""
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+async def first_said(grpc: str, http: str, key: str | None = None) -> Expected:
+    completions = await reference(grpc, samples(), key)
+    async with (
+        AsyncClient(grpc, api_key=key) as client,
+        httpx.AsyncClient(base_url=http, timeout=120, headers=authorised(key)) as web,
+    ):
         chats = {(text, t): await chat(web, text, t) for text in CHATS for t in (0.0, 1.0)}
         talks = {t: await turns(client, t, f"soak-first-{t:g}") for t in (0.0, 1.0)}
     return Expected(completions, chats, talks)

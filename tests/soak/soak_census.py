@@ -34,8 +34,10 @@ class Census:
 class Observer:
     """Takes the census of a cluster."""
 
-    def __init__(self, grpc_address: str, launcher_pid: int, redis: Redis | None) -> None:
-        self._grpc, self._launcher_pid, self._redis = grpc_address, launcher_pid, redis
+    def __init__(
+        self, grpc_address: str, launcher_pid: int, redis: Redis | None, key: str | None = None
+    ) -> None:
+        self._grpc, self._launcher_pid, self._redis, self._key = grpc_address, launcher_pid, redis, key
 
     async def census(self, began_at: float) -> Census:
         """Wait until no resources are held for requests, or for a timeout, and return the census."""
@@ -76,7 +78,7 @@ class Observer:
 
     def _all(self) -> list[ProcessStatus]:
         """Return every process: those of the status, with the workers' own reports, and the rest."""
-        with Client(self._grpc) as client:
+        with Client(self._grpc, api_key=self._key) as client:
             known = [asked(process) for process in client.status()]
         pids = {process.pid for process in known}
         try:

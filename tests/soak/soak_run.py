@@ -16,8 +16,9 @@ from tests.chaos.load import generate
 from tests.fuzz.campaign import Campaign
 from tests.soak.grpc_mix import GRPC_MIX, check
 from tests.soak.http_mix import HTTP_MIX
-from tests.soak.samples import Expected, SampleError, first_said
+from tests.soak.samples import Expected, SampleError, authorised, first_said
 from tests.soak.soak_census import Census, Observer
+from tests.soak.tenants import Tenants
 from tests.soak.trend import BOUNDS, MIN_COUNT, Trend, trend
 
 CLUSTERS = {
@@ -25,11 +26,12 @@ CLUSTERS = {
     "vllm": ("--engine", "vllm"),
     "learning": (
         "--deterministic",
-        *("--target", "build/models/smollm2", "--head", "benchmarks/heads/smollm2", "--learn", "{folder}"),
+        *("--target", "build/models/smollm2", "--head", "benchmarks/heads/smollm2"),
     ),
 }
-"""Options by engine. Tokens must not depend on who else was in a batch: what is compared here, is compared
-bit by bit. vLLM computes the same bits in every batch on GPUs only; elsewhere a tie may fail a run."""
+"""Options by engine, to which `Tenants` adds. Tokens must not depend on who else was in a batch: what is
+compared here, is compared bit by bit. vLLM computes the same bits in every batch on GPUs only; elsewhere a
+tie may fail a run."""
 
 TTL_S = 30
 """Sessions stay in Redis for their TTL by design: short, so that their number is steady before the warm-up
@@ -98,10 +100,16 @@ class Outcome:
 
 
 async def run(
-    grpc: str, http: str, observer: Observer, options: Options, say: Callable[[str], None]
+    grpc: str,
+    http: str,
+    observer: Observer,
+    options: Options,
+    say: Callable[[str], None],
+    tenants: Tenants | None = None,
 ) -> Outcome:
     say("what the cluster says at the start ...")
-    expected = await first_said(grpc, http)
+    key = tenants.key if tenants else None
+    expected = await first_said(grpc, http, key)
     campaign = Campaign(options.seconds, options.seed)
     outcome, start = Outcome(campaign), time.monotonic()
     dice = [campaign.dice(f"client {number}") for number in range(options.clients)]
@@ -110,7 +118,10 @@ async def run(
     for number in campaign.rounds():
         # Each census has load before it, also when the round before has run into this one.
         until = max(start + (number + 1) * round_s, time.monotonic() + round_s / 2)
-        await asyncio.gather(*(_client(grpc, http, expected, outcome, rng, until) for rng in dice))
+        work = [_client(grpc, http, key, expected, outcome, rng, until) for rng in dice]
+        if tenants is not None:
+            work.append(tenants.change(grpc, campaign, campaign.dice(f"tenants {number}"), until))
+        await asyncio.gather(*work)
         try:
             outcome.censuses.append(await observer.census(start))
         except UNREACHABLE as error:  # a process died; continue the run
@@ -122,8 +133,10 @@ async def run(
             say(f"wrong: {wrong}")
         num_said = len(campaign.wrong)
     say("what it says at the end ...")
-    outcome.num_again = await _again(grpc, expected, campaign)
+    outcome.num_again = await _again(grpc, key, expected, campaign)
     outcome.left = await _left(observer, start)
+    if tenants is not None:
+        outcome.left += await asyncio.to_thread(tenants.left)
     return outcome
 
 
@@ -142,11 +155,20 @@ async def _left(observer: Observer, start: float) -> list[str]:
 
 
 async def _client(
-    grpc: str, http: str, expected: Expected, outcome: Outcome, rng: random.Random, until: float
+    grpc: str,
+    http: str,
+    key: str | None,
+    expected: Expected,
+    outcome: Outcome,
+    rng: random.Random,
+    until: float,
 ) -> None:
     """Run requests one after the other over its own connections until a time; finish the last one."""
     timeout = httpx.Timeout(ACTION_TIMEOUT_S)
-    async with AsyncClient(grpc) as client, httpx.AsyncClient(base_url=http, timeout=timeout) as web:
+    async with (
+        AsyncClient(grpc, api_key=key) as client,
+        httpx.AsyncClient(base_url=http, timeout=timeout, headers=authorised(key)) as web,
+    ):
         surfaces: tuple[tuple[str, Any, Mapping[Callable[..., Awaitable[None]], int]], ...] = (
             ("grpc", client, GRPC_MIX),
             ("http", web, HTTP_MIX),
@@ -166,8 +188,8 @@ async def _client(
             await asyncio.sleep(rng.uniform(0.0, MAX_PAUSE_S))
 
 
-async def _again(grpc: str, expected: Expected, campaign: Campaign) -> int:
-    async with AsyncClient(grpc) as client:
+async def _again(grpc: str, key: str | None, expected: Expected, campaign: Campaign) -> int:
+    async with AsyncClient(grpc, api_key=key) as client:
         for ask in expected.completions:
             try:
                 check(expected, ask, await generate(client, ask))

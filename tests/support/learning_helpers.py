@@ -1,11 +1,11 @@
-"""Schedulers whose head or draft model learns, with a tiny target."""
+"""Schedulers whose head learns, with a tiny target."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,18 +13,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from services.draft_worker.loading import load_learning
 
 from gammaray.blocks import Shape
-from gammaray.config import DraftSettings, TargetSettings
+from gammaray.config import TargetSettings
 from gammaray.learning.folder import DrafterStore, RecordName, Version
-from gammaray.types import Proposal, SamplingParams
+from gammaray.types import SamplingParams
 from services.demo_pair import TARGET_DIR
 from services.engine.core.model import load_model
 from services.engine.loader import load_engine
-from services.heads.loading import names_head
-from services.learning.drafter import LearningDrafter
-from services.own.draft_scheduler import DraftScheduler
 from services.own.head_loading import load_learning_drafter
 from services.own.target_scheduler import TargetScheduler
 from services.process.fingerprints import model_identity, vocab_sha256
@@ -35,7 +31,6 @@ from services.train.head import TrainableHead
 from tests.support.engine_helpers import random_tokens
 from tests.support.head_helpers import bigram_head, bigram_target
 from tests.support.target_helpers import Run
-from tests.support.vllm_helpers import NOTHING, answer, draft_task
 
 TAPS = (0, 1, 3)
 PROMPTS = [random_tokens(12, seed=seed, vocab_size=97) for seed in range(4)]
@@ -106,12 +101,12 @@ def draft_model(folder: Path, target: Path, noise: float = 0.0, seed: int = 0) -
     return folder
 
 
-def version(number: int, parent: int = 0, tenants: tuple[str, ...] = ("",)) -> Version:
+def version(number: int, parent: int = 0, tenants: Sequence[str] = ("",)) -> Version:
     return Version(
         number=number,
         parent=parent,
         created_at=datetime(2026, 1, 1, tzinfo=timezone.utc),
-        tenants=tenants,
+        tenants=dict.fromkeys(tenants, 0),
         tokens=100,
         expected=1.0,
         parent_expected=0.9,
@@ -130,78 +125,26 @@ def publish(store: DrafterStore, weights: Path | None = None, **fields: object) 
     return store.publish(written, lambda number: version(number, **fields))  # type: ignore[arg-type]
 
 
-class DraftedTarget(TargetScheduler):
-    """A target whose sessions a draft worker's scheduler drafts for.
-
-    Attributes:
-        drafts: That scheduler.
-    """
-
-    def __init__(self, target: Path, drafts: DraftScheduler) -> None:
-        super().__init__(load_engine(str(target)), Limits(1024, 256))
-        self.drafts = drafts
-
-    def close(self) -> None:
-        self.drafts.close()
-        super().close()
-
-    def release(self, endings: Iterable[Release]) -> None:
-        endings = list(endings)
-        self.drafts.release(endings)
-        super().release(endings)
-
-
-class DraftedRun(Run):
-    """A session that a draft model drafts for."""
-
-    def cycle(self, shape: Shape, proposal: Proposal = NOTHING) -> None:
-        assert isinstance(self.scheduler, DraftedTarget)
-        if shape.depth > 0:
-            drafts, task = self.scheduler.drafts, draft_task(self, shape.depth)
-            drafts.submit([task])
-            proposal = answer(drafts, task).outcome
-            assert isinstance(proposal, Proposal), proposal
-        super().cycle(Shape(0), proposal)
-
-
 @contextmanager
 def learning(
     folder: Path, target: Path, drafter: Path, monkeypatch, command: list[str] | None = None
 ) -> Iterator[TargetScheduler]:
-    """A scheduler whose head, or draft model, learns in a folder; a command trains, or nothing."""
+    """A scheduler whose head learns in a folder; a command trains, or nothing."""
     monkeypatch.setattr("services.learning.versions.trainer_command", lambda *_: command)
-    scheduler: TargetScheduler
-    if names_head(str(drafter)):
-        engine = load_engine(str(target))
-        settings = TargetSettings(model=str(target), head=str(drafter), learn=str(folder))
-        learner = load_learning_drafter(settings, engine)
-        assert isinstance(learner, LearningDrafter)
-        scheduler = TargetScheduler(engine, Limits(1024, 256), head=learner, draft_ahead=False)
-    else:
-        scheduler = DraftedTarget(target, draft_scheduler(drafter, target, folder))
+    engine = load_engine(str(target))
+    settings = TargetSettings(model=str(target), head=str(drafter), learn=str(folder))
+    learner = load_learning_drafter(settings, engine)
+    scheduler = TargetScheduler(engine, Limits(1024, 256), head=learner, draft_ahead=False)
     try:
         yield scheduler
     finally:
         scheduler.close()
 
 
-def draft_scheduler(
-    drafter: Path, target: Path, folder: Path | None = None, ahead_rows: int = 0
-) -> DraftScheduler:
-    """A draft worker's scheduler, which learns in a folder if there is one."""
-    engine = load_engine(str(drafter), draft_for=str(target))
-    versions = None
-    if folder is not None:
-        settings = DraftSettings(model=str(drafter), target=str(target), learn=str(folder))
-        versions = load_learning(str(drafter), str(target), settings, engine)
-    return DraftScheduler(engine, Limits(1024, 256), ahead_rows=ahead_rows, learning=versions)
-
-
 def begin(scheduler: Any, seed: int, tenant: str = "") -> Run:
     """Return a session at temperature 1, not yet at work."""
     name = f"{tenant}:session-{seed}" if tenant else f"session-{seed}"
-    kind = DraftedRun if isinstance(scheduler, DraftedTarget) else Run
-    return kind(scheduler, PROMPTS[seed % 4], SamplingParams(temperature=1.0, seed=seed), name=name)
+    return Run(scheduler, PROMPTS[seed % 4], SamplingParams(temperature=1.0, seed=seed), name=name)
 
 
 def run_for(run: Run, count: int, gamma: int = 3) -> list[int]:

@@ -27,6 +27,15 @@ def eagle3(folder: Path, target: Path) -> Path:
     return changed("llama", folder, lambda stored: _with_heads(stored), _randomised)
 
 
+def sharing_eagle3(folder: Path, target: Path) -> Path:
+    """Write a random EAGLE-3 head that has the target's embedding."""
+    eagle3(folder, target)
+    weights = load_file(folder / "model.safetensors")
+    del weights["embed_tokens.weight"]
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
 def official_eagle3(folder: Path, target: Path) -> Path:
     """Write a random EAGLE-3 head in the official format, which reads the outputs of layers 1 and 2."""
     as_official(folder)

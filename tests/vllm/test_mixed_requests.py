@@ -4,6 +4,8 @@ A request's adapter, grammar, choice of several and parameters are drawn. The he
 either from block to block.
 """
 
+from __future__ import annotations
+
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +37,7 @@ FIELDS: tuple[dict[str, Any], ...] = (
 Block = Callable[[Session], dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[heads.eagle3, heads.eagle, heads.itself])
+@pytest.fixture(scope="module", params=[heads.sharing_eagle3, heads.eagle, heads.itself])
 def served(request, tmp_path_factory):
     """vLLM's scheduler with a head or a draft model, and what each request of the batches has alone."""
     folder = tmp_path_factory.mktemp("mixed")

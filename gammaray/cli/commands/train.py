@@ -12,8 +12,11 @@ from gammaray.cli.options import read_prompts
 from gammaray.cli.output import columns, output_console
 from gammaray.cli.program import WORKER_PACKAGES, Program, become, check_packages
 from gammaray.cli.settings import checked_settings, settings_options
+from gammaray.errors import DeadlineExceededError, InvalidArgumentError
 from gammaray.learning.folder import LearningFolder
 from gammaray.qualify.training import TrainTask
+
+CONFIRM_WAIT_S = 10.0
 
 
 @click.command(cls=Program, params=settings_options(TrainTask, has_types=True), help=TrainTask.__doc__)
@@ -41,6 +44,8 @@ def drafters(context: click.Context, folder: Path) -> None:
     DRAFTER is `open` without API keys, else `shared` or `tenant-NAME`. Version 0 is the drafter of the start.
     """
     context.obj = LearningFolder(folder)
+    if context.invoked_subcommand != "allow" and not context.obj.is_one():
+        raise InvalidArgumentError("folder", str(folder), "one in which workers learn")
 
 
 _drafter = click.argument("drafter")
@@ -51,12 +56,17 @@ _tenant = click.argument("tenant")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.pass_obj
 def list_drafters(folder: LearningFolder, as_json: bool) -> None:
-    """List the versions of every drafter, and the tenants that agreed."""
-    found = {store.path.name: store.read() for store in folder.stores()}
+    """List the streams and versions of every drafter, what is trained or why nothing is, and who agreed."""
+    progress, found = folder.progress(), {store.path.name: store.read() for store in folder.stores()}
     if as_json:
         drafters = {name: one.model_dump(mode="json") for name, one in found.items()}
-        click.echo(json.dumps({"tenants": folder.consents(), "drafters": drafters}, indent=2))
+        listed = {"tenants": folder.consents(), "drafters": drafters, "progress": progress}
+        click.echo(json.dumps(listed, indent=2))
         return
+    table = columns("DRAFTER", "STREAMS", "TOKENS", "TRAINING", right=("STREAMS", "TOKENS"), overflow="fold")
+    for name, of in progress.items():
+        table.add_row(name, str(of["streams"]), str(of["tokens"]), str(of["training"]))
+    output_console().print(table)
     right = ("VERSION", "PARENT", "TOKENS", "EXPECTED", "BEFORE")
     table = columns("DRAFTER", *right, "STATUS", "CREATED", "REASON", right=right, overflow="fold")
     for name, one in found.items():
@@ -109,6 +119,7 @@ def rollback(folder: LearningFolder, drafter: str, version: int) -> None:
 @click.pass_obj
 def allow(folder: LearningFolder, tenant: str, shared: bool) -> None:
     """Keep the streams of TENANT on this machine, and train a drafter from them."""
+    folder.secure()
     folder.consent(tenant, "shared" if shared else "own")
 
 
@@ -116,6 +127,17 @@ def allow(folder: LearningFolder, tenant: str, shared: bool) -> None:
 @_tenant
 @click.pass_obj
 def forget(folder: LearningFolder, tenant: str) -> None:
-    """Withdraw `allow`: delete the streams of TENANT, and the versions that were trained on them."""
+    """Withdraw `allow`: delete the streams of TENANT, and the versions that were trained on them.
+
+    Says of each worker whether it has confirmed that it keeps nothing more; exits with 1 if one has not.
+    """
+    folder.secure()
     for name, numbers in folder.forget(tenant).items():
         click.echo(f"{name}: retired {', '.join(map(str, numbers))}", err=True)
+    workers = folder.confirmations(CONFIRM_WAIT_S)
+    for name, has_confirmed in workers.items():
+        click.echo(f"worker {name}: {'confirmed' if has_confirmed else 'not confirmed'}", err=True)
+    if not all(workers.values()):
+        raise DeadlineExceededError(
+            f"a worker has not confirmed within {CONFIRM_WAIT_S:g} s: see its log, and repeat this command"
+        )

@@ -40,6 +40,7 @@ def _learn(folder: Path, target: str, drafter: str, parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.nice(19)
+    os.umask(0o077)
     if os.getppid() != parent:
         return
     train_until(lambda: os.getppid() != parent, time.sleep, folder, target, drafter)
@@ -57,11 +58,11 @@ def train_until(
     import torch
 
     from gammaray.learning.folder import LearningFolder
+    from gammaray.learning.private import make_folder, open_file
     from services.train.live.trainer import Trainer
 
     torch.set_num_threads(1)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "trainer.lock").open("w") as lock:
+    with open_file(make_folder(folder) / "trainer.lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,8 +74,8 @@ def train_until(
         while not stopped():
             try:
                 version = trainer.run_round()
-            except (GammarayError, OSError) as error:  # the disk is full, say
-                _log.error("a version is not published: %s", error)
+            except Exception as error:  # the disk is full, say
+                _log.error("a version is not published: %s: %s", type(error).__name__, error)
                 wait(_FAILED_WAIT_S)
                 continue
             if version is None:

@@ -1,11 +1,11 @@
-"""Trains new versions of a head or draft model from the streams of one machine, one drafter after another.
+"""Trains new versions of a head from the streams of one machine, one drafter after another.
 
 A round begins with the stable version's weights, or goes on from the last round if that published nothing.
 It takes some steps on all but the newest streams, and publishes the result if it expects more tokens per
 proposal than the stable version on the newest ones, which it was not trained on.
 
-A head learns the target's distributions, which follow from the hidden states that are stored for it. Streams
-of draft workers have tokens only: a draft model learns these, as the target has chosen each of them.
+A head learns the target's distributions, which follow from the hidden states that are stored for it. Before
+the first step on a stream the consent that it rests on is noted; what rests on a withdrawn one is dropped.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import accumulate
@@ -28,15 +29,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gammaray.learning.folder import DrafterStore, LearningFolder, RecordName, Version
-from services.engine.core.model import load_config, load_model
-from services.heads.loading import load_head, names_head
+from gammaray.errors import GammarayError
+from gammaray.learning.consents import Consents
+from gammaray.learning.folder import DrafterStore, LearningFolder, RecordName, Version, stored_streams
+from services.engine.core.model import load_model
+from services.heads.loading import load_head
 from services.train.answers.store import TOP_K, Sequence
-from services.train.draft_model import TrainableDraft
 from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
 from services.train.trainable import (
-    DEPTH,
     Trainable,
     fingerprints_of,
     mixed_precision,
@@ -59,6 +60,9 @@ RATE = 3e-4
 MIN_GAIN = 1.01
 """Least ratio of expected tokens per proposal, which publishes a version."""
 
+MAX_TRAININGS = 4
+"""Drafters whose training goes on from round to round; the one that was trained longest ago begins anew."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -68,13 +72,13 @@ class _Training:
 
     Attributes:
         parent: The version that it began with.
-        tenants: Whose streams it was trained on, with those of its parent.
+        tenants: Whose streams it was trained on, with those of its parent, and the numbers of their consents.
     """
 
     parent: int
     drafter: Trainable
     optimizer: torch.optim.Optimizer
-    tenants: set[str]
+    tenants: dict[str, int]
     num_steps: int = 0
 
 
@@ -85,43 +89,91 @@ class Trainer:
         self, folder: LearningFolder, target: str, drafter: str, stopped: Callable[[], bool]
     ) -> None:
         self._folder, self._target, self._base, self._stopped = folder, target, drafter, stopped
-        self._is_head = names_head(drafter)
-        self._num_layers = 1 if self._is_head else int(load_config(drafter).num_hidden_layers)
         # Of the layers only the shape is used, which the drafter has.
-        num_layers = self._num_layers
-        self._module: Any = load_model(target, device="cpu", dtype="float32", num_layers=num_layers).module
+        self._module: Any = load_model(target, device="cpu", dtype="float32", num_layers=1).module
         self._identity = fingerprints_of(target)
         self._trainings: dict[str, _Training] = {}
         self._records: dict[Path, Record] = {}
-        self._seen: dict[str, int] = {}  # when the newest stream of a drafter's last round was written
+        self._listed: dict[str, tuple[int, list[Path]]] = {}  # by drafter, at which time of its folder
+        self._seen: dict[str, set[str]] = {}  # streams of a drafter's last round
+        self._said: dict[str, str] = {}
+        self._failed = ""  # drafter whose last round ended early
         self._new_training(DrafterStore(folder.path), 0)  # fails now, not after the first streams
+        for store in folder.stores():
+            shutil.rmtree(store.path / "new", ignore_errors=True)  # of a process that ended
 
     def run_round(self) -> Version | None:
         """Train the drafter with the most new streams; return the version that was published, if any."""
-        waiting = {}
+        consents, notes, waiting = self._folder.read(), {}, {}
+        self._drop_withdrawn(consents)
         for store in self._folder.stores():
-            found = store.read()
-            if found.candidate is None and not found.is_pinned:
-                files = sorted((store.path / "records").glob("*.npz"), key=RecordName.parse)
-                seen = self._seen.get(store.path.name, 0)
-                new = sum(
-                    name.num_answer for path in files if (name := RecordName.parse(path)).written_at > seen
-                )
-                waiting[store.path.name] = new, store, files
+            name = store.path.name
+            try:
+                notes[name], new, files = self._wait_of(store, consents)
+            except (GammarayError, OSError) as error:  # others go on
+                notes[name] = f"stopped: {error}"
+                continue
+            if new >= MIN_TOKENS:
+                waiting[name] = new, store, files
+        self._say(notes)
         if not waiting:
             return None
-        new, store, files = max(waiting.values(), key=lambda entry: entry[0])
+        # One whose last round failed does not keep others waiting.
+        _, store, files = max(
+            waiting.values(), key=lambda entry: (entry[1].path.name != self._failed, entry[0])
+        )
         try:
-            return self._round(store, files) if new >= MIN_TOKENS else None
+            self._failed = store.path.name
+            version = self._round(store, files, consents)
+            self._failed = ""
         except FileNotFoundError as error:  # a stream was deleted meanwhile
             _log.info("%s: a round ends early: %s", store.path.name, error)
+            self._drop_withdrawn(self._folder.read())
             return None
+        return version
 
-    def _round(self, store: DrafterStore, files: Items[Path]) -> Version | None:
-        stable = store.read().stable
-        training = self._trainings.get(store.path.name)
+    def _drop_withdrawn(self, consents: Consents) -> None:
+        self._trainings = {n: one for n, one in self._trainings.items() if consents.covers(one.tenants)}
+
+    def _wait_of(self, store: DrafterStore, consents: Consents) -> tuple[str, int, list[Path]]:
+        """Return what a drafter waits for, how many new tokens it may be trained on, and its streams."""
+        name, found, tenants = store.path.name, store.read(), consents.drafters().get(store.path.name, ())
+        files = [path for path in self._files(store) if RecordName.parse(path).tenant in tenants]
+        if found.candidate is not None:
+            return f"version {found.candidate} is compared with version {found.stable}", 0, files
+        if found.is_pinned:
+            return f"version {found.stable} is pinned", 0, files
+        seen = self._seen.get(name, set())
+        new = sum(RecordName.parse(path).num_answer for path in files if path.name not in seen)
+        if new >= MIN_TOKENS and len(files) <= MIN_HELD:
+            return f"{len(files)} streams are too few", 0, files
+        return f"{new} of {MIN_TOKENS} new tokens", new, files
+
+    def _files(self, store: DrafterStore) -> list[Path]:
+        """Return the streams of a drafter, the oldest first; those that were deleted are forgotten."""
+        records, name = store.path / "records", store.path.name
+        changed = records.stat().st_mtime_ns if records.is_dir() else 0
+        if changed != self._listed.get(name, (-1, []))[0]:
+            found = [one for one in stored_streams(records) if one.name and one.path.suffix == ".npz"]
+            files = sorted((one.path for one in found), key=RecordName.parse)
+            self._listed[name] = changed, files
+            gone = {path for path in self._records if path.parent == records}.difference(files)
+            for path in gone:
+                del self._records[path]
+        return self._listed[name][1]
+
+    def _say(self, notes: dict[str, str]) -> None:
+        """Note what is trained, or why nothing is, for `gammaray drafters list`."""
+        if notes != self._said:
+            with suppress(GammarayError):  # the disk is full
+                self._folder.write_notes(notes)
+                self._said = notes
+
+    def _round(self, store: DrafterStore, files: Items[Path], consents: Consents) -> Version | None:
+        name, stable = store.path.name, store.read().stable
+        training = self._trainings.pop(name, None)  # added again as the newest one
         if training is None or training.parent != stable:
-            training = self._trainings[store.path.name] = self._new_training(store, stable)
+            training = self._new_training(store, stable)
         held_count = min(MAX_HELD, max(MIN_HELD, round(HELD_SHARE * len(files))))
         self._read(files)
         held, taught = (
@@ -130,54 +182,54 @@ class Trainer:
         )
         if len(held) < MIN_HELD or not taught:
             return None
-        before = _expected(self._drafter(store, stable), held)
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            if self._stopped():
-                return None
-            training.num_steps += 1
-            seed = training.parent * 1_000_003 + training.num_steps
-            # Of a token alone, the share that is rejected would favour the likeliest one.
-            kind = "coupled" if self._is_head else "kl"
-            train_on(training.drafter, training.optimizer, taught, STEP_TOKENS, seed, kind)
+        for path in files:
+            tenant = RecordName.parse(path).tenant
+            training.tenants.setdefault(tenant, consents.numbers.get(tenant, 0))
+        self._trainings[name] = training
+        while len(self._trainings) > MAX_TRAININGS:
+            del self._trainings[next(iter(self._trainings))]
+        before, began = _expected(self._drafter(store, stable), held), time.perf_counter()
+        if not self._train(name, training, taught):
+            return None
         after = _expected(training.drafter, held)
-        training.tenants |= {RecordName.parse(path).tenant for path in files}
         took = time.perf_counter() - began
-        _log.info(
-            "%s: %.0f s, expects %.3f tokens, version %d %.3f", store.path.name, took, after, stable, before
-        )
+        _log.info("%s: %.0f s, expects %.3f tokens, version %d %.3f", name, took, after, stable, before)
         version = None
         if after >= MIN_GAIN * before:
             version = self._publish(store, training, before, after, sum(one.num_answer for one in taught))
-        self._seen[store.path.name] = RecordName.parse(files[-1]).written_at
+        self._seen[name] = {path.name for path in files}
         return version
+
+    def _train(self, name: str, training: _Training, taught: list[Record]) -> bool:
+        """Take the steps of a round; return whether its consents still hold, and it was not stopped."""
+        for number in range(STEPS):
+            taught = [one for one in taught if one.path.exists()]
+            self._drop_withdrawn(self._folder.read())
+            if self._stopped() or not taught or name not in self._trainings:
+                return False
+            self._say({**self._said, name: f"step {number + 1} of {STEPS} from version {training.parent}"})
+            training.num_steps += 1
+            seed = training.parent * 1_000_003 + training.num_steps
+            # Of a token alone, the share that is rejected would favour the likeliest one.
+            train_on(training.drafter, training.optimizer, taught, STEP_TOKENS, seed, "coupled")
+        return True
 
     def _new_training(self, store: DrafterStore, number: int) -> _Training:
         drafter = self._drafter(store, number)
-        tenants = set(store.read().version(number).tenants) if number else set()
+        tenants = dict(store.read().version(number).tenants) if number else {}
         return _Training(number, drafter, optimizer_of(drafter, RATE), tenants)
 
     def _drafter(self, store: DrafterStore, number: int) -> Trainable:
         directory = str(store.directory(number)) if number else self._base
-        drafter: Trainable
         # The ids of its output are taken with the weights.
-        if self._is_head:
-            head = load_head(directory, self._target)[0].config
-            ids = torch.arange(head.num_outputs)
-            drafter = TrainableHead(self._module, head.taps, ids, _states)
-        else:
-            config: Any = load_config(directory)
-            ids = torch.arange(getattr(config, "draft_vocab_size", config.vocab_size))
-            drafter = TrainableDraft(self._module, range(self._num_layers), ids)
+        head = load_head(directory, self._target)[0].config
+        drafter = TrainableHead(self._module, head.taps, torch.arange(head.num_outputs), _states)
         drafter.start_from(directory, self._target)
         return drafter
 
     def _publish(
         self, store: DrafterStore, training: _Training, before: float, after: float, tokens: int
     ) -> Version | None:
-        if not training.tenants <= {"", *self._folder.consents()}:  # one withdrew meanwhile
-            del self._trainings[store.path.name]
-            return None
         written = store.path / "new"
         shutil.rmtree(written, ignore_errors=True)
         card = {"expected": round(after, 3), "parent": training.parent, "parent_expected": round(before, 3)}
@@ -188,7 +240,7 @@ class Trainer:
                 number=number,
                 parent=training.parent,
                 created_at=datetime.now(timezone.utc).replace(microsecond=0),
-                tenants=tuple(sorted(training.tenants)),
+                tenants=training.tenants,
                 tokens=tokens,
                 expected=round(after, 4),
                 parent_expected=round(before, 4),
@@ -208,10 +260,7 @@ class Trainer:
                 with np.load(path) as stored:
                     tokens, num_prompt = stored["token_ids"], int(stored["num_prompt"])
                     temperature = float(stored["temperature"])
-                if self._is_head:
-                    ids, logs = self._likeliest(_read_states(path)[num_prompt - 1 : -1, -1].float())
-                else:
-                    ids, logs = tokens[num_prompt:, None], np.zeros((len(tokens) - num_prompt, 1), np.float32)
+                ids, logs = self._likeliest(_read_states(path)[num_prompt - 1 : -1, -1].float())
             except (OSError, EOFError, ValueError, KeyError, BadZipFile):  # deleted, or cut by a lost machine
                 continue
             self._records[path] = Record(tokens, num_prompt, temperature, ids, logs, path=path)
@@ -237,13 +286,8 @@ class Record(Sequence):
 
 
 def _expected(drafter: Trainable, held: Items[Record]) -> float:
-    """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1.
-
-    Of a draft model it is a lower bound: a token counts with the probability that the drafter gives it.
-    """
-    rates = evaluate(drafter, held)["coupled"]
-    # After accepted tokens a draft model has read the true text: all depths have the rate of the first.
-    return math.fsum(accumulate(rates * (DEPTH // len(rates)), mul))
+    """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1."""
+    return math.fsum(accumulate(evaluate(drafter, held)["coupled"], mul))
 
 
 def _states(sequences: Items[Sequence]) -> list[Tensor]:

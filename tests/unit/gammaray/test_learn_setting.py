@@ -2,7 +2,7 @@
 
 import pytest
 
-from gammaray.config import ClusterSettings, DraftSettings
+from gammaray.config import ClusterSettings, TargetSettings
 from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError
 
@@ -14,21 +14,20 @@ def learning(**fields):
 
 def test_the_workers_that_draft_learn():
     assert learning(head="h") == ["/l", None]
-    assert learning(draft="d") == [None, "/l"]
     assert learning(head="h", engine="vllm") == ["/l", None]
 
 
 @pytest.mark.parametrize(
     ("settings", "fields", "allowed"),
     [
-        (ClusterSettings, {"target": "t"}, "empty without a head or draft workers"),
-        (ClusterSettings, {"target": "t", "draft": "d", "engine": "vllm"}, "empty with the engine vllm"),
+        (ClusterSettings, {"target": "t"}, "empty without a head, which alone learns"),
+        (ClusterSettings, {"target": "t", "draft": "d"}, "empty without a head, which alone learns"),
+        (TargetSettings, {"model": "t"}, "empty without a head, which alone learns"),
         (
             ClusterSettings,
             {"target": "t", "head": "h", "engine": "vllm", "api_keys_file": "k"},
             "empty with the engine vllm and API keys",
         ),
-        (DraftSettings, {"engine": "vllm"}, "empty with the engine vllm"),
     ],
 )
 def test_nothing_to_learn_with_is_refused(settings, fields, allowed):

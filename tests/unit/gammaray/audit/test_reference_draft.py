@@ -8,7 +8,7 @@ import pytest
 from gammaray.audit.chance import check_law
 from gammaray.audit.endpoint import Endpoint, Spent
 from gammaray.audit.findings import Status, Undecided
-from gammaray.audit.subject import Subject
+from gammaray.audit.subject import MODES, Subject
 from tests.support.scripted_http import scripted
 
 VOCAB, LISTED = 40, 20
@@ -56,7 +56,8 @@ def served(share, **lacking):
 async def result(share, *, knows_drafter=True, **lacking):
     with scripted(served(share, **lacking)) as (url, _):
         server = Endpoint(url, "m", "", "NO_KEY", 4, Spent(4000), 30.0, num_top=LISTED)
-        subject = Subject(server, None, ["a prompt"], 0.005, 1)
+        absent = dict.fromkeys(MODES[1:], "whole completions of one choice alone")
+        subject = Subject(server, None, ["a prompt"], 0.005, 1, absent=absent)
         subject.drafter = server.beside(url) if knows_drafter else None
         try:
             return await check_law(subject)

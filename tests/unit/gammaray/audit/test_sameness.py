@@ -26,7 +26,7 @@ def right(gap, noise):
 def compared(temperature, *pairs):
     found = Comparison(temperature)
     for left, other in pairs:
-        found.add(left, Answer((other,), None, curl="curl"))
+        found.add(Answer((left,), None), Answer((other,), None, curl="curl"))
     return found.result("texts")
 
 

@@ -1,6 +1,8 @@
 """Versions of learnt drafters on disk: publishing, promotion, rollback, pins, and data that are withdrawn."""
 
 import json
+import os
+import stat
 
 import pytest
 from click.testing import CliRunner
@@ -8,7 +10,7 @@ from click.testing import CliRunner
 from gammaray.cli import main
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gammaray.learning.folder import DrafterStore, LearningFolder, RecordName
-from tests.support.learning_helpers import publish
+from tests.support.learning_helpers import publish, version
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def test_withdrawn_data_retire_versions_and_delete_streams(tmp_path):
     folder.consent("acme", "shared")
     folder.consent("acme-x", "shared")
     folder.consent("solo", "own")
-    assert [folder.drafter_of(name, folder.consents()) for name in ("acme", "solo", "else", "")] == [
+    assert [folder.read().drafter_of(name) for name in ("acme", "solo", "else", "")] == [
         "shared",
         "tenant-solo",
         None,
@@ -103,7 +105,7 @@ def test_withdrawn_data_retire_versions_and_delete_streams(tmp_path):
     assert not store.directory(2).exists()
     assert [RecordName.parse(path).tenant for path in records.iterdir()] == ["acme-x"]
     assert folder.consents() == {"acme-x": "shared", "solo": "own"}
-    with pytest.raises(FailedPreconditionError, match="retired"):
+    with pytest.raises(FailedPreconditionError, match="deleted"):
         store.pin(2)
 
 
@@ -133,7 +135,15 @@ def test_command_lists_pins_and_rolls_back(tmp_path, store):
         return CliRunner().invoke(main, ["drafters", "--folder", str(tmp_path), *arguments])
 
     assert drafters("allow", "acme").exit_code == 0
+    records = tmp_path / "open" / "records"
+    records.mkdir()
+    (records / str(RecordName(1, "", "0" * 16, 20))).write_bytes(b"")
     listed = json.loads(drafters("list", "--json").stdout)
+    untrained = "no process trains: no worker is at work, or its log says why"
+    assert listed["progress"] == {
+        "open": {"streams": 1, "tokens": 20, "training": untrained},
+        "tenant-acme": {"streams": 0, "tokens": 0, "training": untrained},
+    }
     assert listed["tenants"] == {"acme": "own"}
     assert [one["status"] for one in listed["drafters"]["open"]["versions"]] == ["stable", "candidate"]
     assert "candidate" in drafters("list").stdout
@@ -145,3 +155,139 @@ def test_command_lists_pins_and_rolls_back(tmp_path, store):
     assert drafters("forget", "acme").exit_code == 0
     failed = drafters("pin", "open", "7")
     assert (failed.exit_code, failed.stderr) == (1, "gammaray: no version 7 of 2\n")
+
+
+@pytest.mark.parametrize("command", [("list",), ("pin", "open", "0"), ("forget", "acme"), ("unpin", "open")])
+def test_folder_in_which_nothing_learns_is_an_error(tmp_path, command):
+    for folder in (tmp_path, tmp_path / "missing"):
+        found = CliRunner().invoke(main, ["drafters", "--folder", str(folder), *command])
+        assert found.exit_code == 2
+        assert found.stderr.startswith(f"gammaray: folder: got {folder}, allowed: one in which workers learn")
+    assert not list(tmp_path.iterdir())
+
+
+def test_old_versions_are_deleted_but_for_what_may_serve_again(store):
+    """Each third version is promoted; the last ones, and those that rollback reaches, keep their weights."""
+    for number in range(1, 61):
+        publish(store, parent=store.read().stable)
+        if number % 3:
+            store.roll_back(number, "worse")
+        else:
+            store.promote(number)
+    found = store.read()
+    kept = sorted(int(path.name) for path in (store.path / "versions").iterdir())
+    assert kept == sorted(found.kept())
+    assert {51, 54, 57, 60} <= set(kept) <= set(range(51, 61))
+    assert len(found.versions) < 30
+    assert [store.roll_back(number, "by hand") for number in (60, 57, 54)] == [57, 54, 51]
+    with pytest.raises(FailedPreconditionError, match="weights of version 45 were deleted"):
+        store.pin(45)
+    assert publish(store, parent=51).number == 61
+
+
+def modes(top):
+    return {stat.S_IMODE(path.lstat().st_mode) for path in (top, *top.rglob("*")) if path.is_dir()}, {
+        stat.S_IMODE(path.lstat().st_mode) for path in top.rglob("*") if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("made", ["allow", "mkdir", "before"])
+def test_all_of_it_is_for_its_owner_alone_whatever_made_it(tmp_path, made):
+    folder, before = LearningFolder(tmp_path / "learn"), os.umask(0)
+    try:
+        if made == "mkdir":
+            folder.path.mkdir()
+        if made == "before":  # as gammaray wrote it before it took care
+            (folder.path / "tenant-acme" / "records").mkdir(parents=True)
+            (folder.path / "tenant-acme" / "records" / "a.npz").write_bytes(b"")
+        folder.secure()
+        folder.consent("acme", "own")
+        publish(folder.store("tenant-acme"), tenants=["acme"])
+        assert modes(folder.path) == ({0o700}, {0o600})
+    finally:
+        os.umask(before)
+
+
+def test_folder_of_other_things_is_not_taken(tmp_path):
+    (tmp_path / "home").mkdir(mode=0o755)
+    (tmp_path / "home" / "notes").write_text("")
+    with pytest.raises(InvalidArgumentError, match=r"learn: got .*, which holds notes, allowed: a folder"):
+        LearningFolder(tmp_path / "home").secure()
+    assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o755
+
+
+def test_links_out_of_the_folder_are_not_followed(tmp_path):
+    folder, outside = LearningFolder(tmp_path / "learn"), tmp_path / "outside"
+    outside.write_text("")
+    outside.chmod(0o644)
+    records = folder.path / "open" / "records"
+    records.mkdir(parents=True)
+    (records / "link").symlink_to(outside)
+    os.link(outside, records / "hard")
+    folder.secure()
+    assert stat.S_IMODE(outside.stat().st_mode) == 0o644
+
+
+class KilledError(BaseException):
+    """What a killed process does: nothing after it runs."""
+
+
+@pytest.mark.parametrize("tenant", ["acme", "shared-one", ""])
+@pytest.mark.parametrize("step", ["unlink", "rmtree", "replace_file", "replace"])
+def test_deletions_that_were_interrupted_are_completed(tmp_path, tenant, step, monkeypatch):
+    folder = LearningFolder(tmp_path)
+    folder.consent("acme", "own")
+    folder.consent("shared-one", "shared")
+    for name, of in (("tenant-acme", "acme"), ("shared", "shared-one"), ("open", "")):
+        store = folder.store(name)
+        (store.path / "records").mkdir(parents=True)
+        (store.path / "records" / str(RecordName(1, of, "0" * 16, 20))).write_bytes(b"")
+        publish(store, tenants=[of])
+        (store.path / "new").mkdir()
+    name = folder.read().drafter_of(tenant)
+
+    def killed(*given, **options):
+        raise KilledError
+
+    owner = {"unlink": "pathlib.Path.unlink", "rmtree": "shutil.rmtree", "replace": "os.replace"}
+    calls = []
+
+    def second(*given):  # the first one writes the consents
+        calls.append(given)
+        return killed() if len(calls) == 2 else real(*given)
+
+    with monkeypatch.context() as patch:
+        if step == "replace_file":
+            from gammaray.security.keys import replace_file as real
+
+            patch.setattr("gammaray.learning.folder.replace_file", second)
+        elif step == "replace":
+            real = os.replace
+            patch.setattr("os.replace", second)
+        else:
+            patch.setattr(owner[step], killed)
+        with pytest.raises(KilledError):
+            folder.forget(tenant)
+    assert folder.read().pending == (tenant,)
+    assert not folder.read().covers({tenant: 0}), "what rests on it is published no more"
+    LearningFolder(tmp_path).complete()
+    left = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+    assert [path.name for path in left] == ["state.json"]
+    others = {"tenant-acme", "shared", "open"} - {store.path.name for store in folder.stores_of(tenant)}
+    assert all((tmp_path / other / "new").exists() for other in others)
+    assert all(list((tmp_path / other / "records").iterdir()) for other in others)
+
+
+def test_version_that_rests_on_a_withdrawn_consent_is_not_published(tmp_path):
+    folder = LearningFolder(tmp_path)
+    for tenant, name in (("acme", "tenant-acme"), ("", "open")):
+        if tenant:
+            folder.consent(tenant, "own")
+        folder.forget(tenant)
+        if tenant:
+            folder.consent(tenant, "own")
+        assert publish(folder.store(name), tenants=[tenant]) is None, "agreed again, but not for this"
+        assert not (folder.store(name).path / "new").exists()
+        (folder.store(name).path / "new").mkdir(parents=True)
+        new = version(1).model_copy(update={"tenants": {tenant: folder.read().number_of(tenant)}})
+        assert folder.store(name).publish(folder.store(name).path / "new", lambda _, new=new: new) == new

@@ -1,4 +1,4 @@
-"""Versions of a head or draft model that take over while sessions draft: text, canary, records, tenants."""
+"""Versions of a head that take over while sessions draft: text, canary, records, tenants."""
 
 import shutil
 import time
@@ -39,19 +39,17 @@ from tests.support.workers.redis_helpers import wait_until
 COUNT = 110
 
 
-@pytest.fixture(scope="module", params=["head", "draft model"])
-def drafters(request, tmp_path_factory, target):
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory, target):
     """A drafter that predicts the target exactly, and one that is always wrong."""
     folder = tmp_path_factory.mktemp("drafters")
-    make = right_head if request.param == "head" else draft_model
-    right = make(folder / "right", target)
+    right = right_head(folder / "right", target)
     return right, useless(folder / "useless", right, target)
 
 
-@pytest.fixture(scope="module", params=["head", "draft model"])
-def untrained(request, tmp_path_factory, target):
-    folder = tmp_path_factory.mktemp("untrained") / "drafter"
-    return new_head(folder, target) if request.param == "head" else draft_model(folder, target, 0.2)
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory, target):
+    return new_head(tmp_path_factory.mktemp("untrained") / "drafter", target)
 
 
 def test_versions_that_take_over_change_no_token(tmp_path, target, drafters, monkeypatch):
@@ -166,7 +164,7 @@ def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, un
         trainer = Trainer(folder, str(target), str(untrained), lambda: False)
         version = trainer.run_round()
         assert version is not None
-        assert (version.number, version.parent, version.tenants) == (1, 0, ("",))
+        assert (version.number, version.parent, version.tenants) == (1, 0, {"": 0})
         assert version.expected > 1.05 * version.parent_expected
         assert trainer.run_round() is None, "a candidate waits"
         store = folder.store("open")
@@ -242,7 +240,7 @@ def test_tenants_train_apart_and_not_after_they_withdrew(tmp_path, target, untra
         monkeypatch.setattr(np, "load", lambda path: read.append(path) or load(path))
         version = trainer.run_round()
         assert version is not None
-        assert version.tenants == ("acme",)
+        assert version.tenants == {"acme": 0}
         assert {RecordName.parse(path).tenant for path in read} == {"acme"}
         folder.store("tenant-acme").promote(1)
         for seed in range(12):
@@ -275,5 +273,5 @@ def test_heads_of_others_do_not_learn(tmp_path, target):
     settings = TargetSettings(model=str(target), head=str(head), learn=str(tmp_path / "learn"))
     with pytest.raises(InvalidArgumentError, match=r"learn: .* no head of gammaray train"):
         check_local_drafter(settings)
-    with pytest.raises(InvalidArgumentError, match="empty without a head or draft workers"):
+    with pytest.raises(InvalidArgumentError, match="empty without a head"):
         TargetSettings(model=str(target), learn="x")

@@ -1,0 +1,115 @@
+"""Which tenants agreed that workers learn from their streams, and which workers have applied it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from gammaray.learning.private import make_folder, open_file
+from gammaray.security.keys import locked
+
+OPEN, SHARED, TENANT = "open", "shared", "tenant-"
+"""Drafters: without API keys; of the tenants that share one; of one tenant, whose name follows."""
+
+Consent = Literal["own", "shared"]
+"""Which drafter a tenant's streams train: one of its own, or the shared one."""
+
+
+class Consents(BaseModel):
+    """The tenants that agreed. What is learnt notes the numbers of the consents that it rests on.
+
+    Args:
+        tenants: Which drafter the streams of each train; the tenant "" of clusters without API keys always
+            agrees.
+        numbers: Generation at which each consent began, if not 0.
+        generation: Number of withdrawals so far.
+        pending: Tenants that withdrew and whose data are not all deleted yet.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tenants: dict[str, Consent] = {}
+    numbers: dict[str, int] = {}
+    generation: int = 0
+    pending: tuple[str, ...] = ()
+
+    def drafter_of(self, tenant: str) -> str | None:
+        """Return the drafter that serves a tenant and learns from it; None: that of the start."""
+        if self.number_of(tenant) is None:
+            return None
+        return OPEN if not tenant else SHARED if self.tenants[tenant] == "shared" else TENANT + tenant
+
+    def drafters(self) -> dict[str, list[str]]:
+        """Return the drafters that serve tenants, and these."""
+        found: dict[str, list[str]] = {}
+        for tenant in ("", *self.tenants):
+            if (name := self.drafter_of(tenant)) is not None:
+                found.setdefault(name, []).append(tenant)
+        return found
+
+    def number_of(self, tenant: str) -> int | None:
+        """Return the number of a tenant's consent; None without one."""
+        if tenant in self.pending or (tenant and tenant not in self.tenants):
+            return None
+        return self.numbers.get(tenant, 0)
+
+    def covers(self, noted: Mapping[str, int]) -> bool:
+        """Whether the consents of these numbers are still those of these tenants."""
+        return all(self.number_of(tenant) == number for tenant, number in noted.items())
+
+    def with_tenant(self, tenant: str, to: Consent) -> Consents:
+        numbers = self.numbers if tenant in self.tenants else {**self.numbers, tenant: self.generation}
+        return self.model_copy(update={"tenants": {**self.tenants, tenant: to}, "numbers": numbers})
+
+    def without(self, tenant: str) -> Consents:
+        """Return these with a consent withdrawn, and the deletions pending; that of "" begins anew."""
+        tenants, numbers = dict(self.tenants), dict(self.numbers)
+        tenants.pop(tenant, None)
+        numbers.pop(tenant, None)
+        generation = self.generation + 1
+        if not tenant:
+            numbers[tenant] = generation
+        pending = tuple(sorted({*self.pending, tenant}))
+        return Consents(tenants=tenants, numbers=numbers, generation=generation, pending=pending)
+
+
+class Confirmation:
+    """The generation of consents that a worker has applied, in a file that it locks while it lives."""
+
+    def __init__(self, folder: Path) -> None:
+        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._path = make_folder(folder / "workers") / name
+        with locked(folder / "workers", "learn"):
+            self._file = open_file(self._path)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def confirm(self, generation: int) -> None:
+        """Note that what was written and what drafts agrees with the consents of a generation."""
+        os.pwrite(self._file.fileno(), f"{generation:020d}".encode(), 0)
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+
+
+def confirmed(folder: Path) -> dict[str, int]:
+    """Return the generation that each worker at work has applied, -1 for none yet; forget dead workers."""
+    found: dict[str, int] = {}
+    if not (folder / "workers").is_dir():
+        return found
+    with locked(folder / "workers", "learn"):
+        for path in (folder / "workers").glob("*"):
+            with open_file(path) as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    path.unlink()
+                except BlockingIOError:
+                    found[path.name] = int(file.read() or b"-1")
+    return found

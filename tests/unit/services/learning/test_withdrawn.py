@@ -1,0 +1,254 @@
+"""Workers beside `gammaray drafters forget`, files that cannot be read, and clocks that are wrong."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gammaray.cli import main
+from gammaray.learning.folder import LearningFolder, RecordName, stored_streams
+from gammaray.types import SamplingParams, VerificationMethod
+from services.learning.records import MAX_AGE_S, MAX_FILES, Recorder
+from services.learning.versions import MAX_DRAFTERS, Versions
+from services.scheduling.sessions import SessionCopy
+from services.scheduling.tasks import SessionSpec
+from tests.support.learning_helpers import publish, records
+from tests.support.workers.redis_helpers import wait_until
+
+OTHER_UID = 65534
+
+
+def session(name, length=100):
+    spec = SessionSpec(SamplingParams(seed=1), VerificationMethod.COUPLED, 8, ())
+    found = SessionCopy(name, 1, spec)
+    found.tokens = list(range(length))
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    found = LearningFolder(tmp_path / "learn")
+    found.consent("acme", "own")
+    return found
+
+
+def forget(folder, *options):
+    return CliRunner().invoke(main, ["drafters", "--folder", str(folder.path), "forget", "acme", *options])
+
+
+def test_forget_says_which_workers_have_confirmed(folder, monkeypatch):
+    monkeypatch.setattr("gammaray.cli.commands.train.CONFIRM_WAIT_S", 0.5)
+    versions = [Versions("base", str, folder) for _ in range(2)]
+    try:
+        versions[0].record(session("acme:1"))
+        wait_until(lambda: records(folder.path, "tenant-acme"))
+        found = forget(folder)
+        assert (found.exit_code, found.stderr.count(": confirmed")) == (0, 2)
+        assert not records(folder.path, "tenant-acme")
+        (folder.path / "tenants.json").write_text("{")  # neither knows what comes now
+        monkeypatch.setattr("services.learning.versions.PERIOD_S", 60)
+        time.sleep(0.2)
+        (folder.path / "tenants.json").unlink()
+        folder.consent("acme", "own")
+        folder.forget("acme")
+        folder.forget("acme")
+        found = forget(folder)
+        assert (found.exit_code, found.stderr.count(": not confirmed")) == (1, 2)
+        assert "a worker has not confirmed within 0.5 s" in found.stderr
+    finally:
+        monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.02)
+        for one in versions:
+            one.close()
+    assert "confirmed" not in forget(folder).stderr, "none is at work"
+
+
+SERVE = """
+import os, sys
+from pathlib import Path
+from gammaray.learning.folder import LearningFolder
+from services.learning.versions import Versions
+from tests.unit.services.learning.test_withdrawn import OTHER_UID, session, wait_until
+folder = LearningFolder(Path(sys.argv[1]))
+os.setgid(OTHER_UID)
+os.setuid(OTHER_UID)
+versions = Versions("base", str, folder)
+versions.record(session("acme:1"))
+wait_until(lambda: folder.read().generation, timeout_s=120)
+for number in range(2, 6):
+    versions.record(session(f"acme:{number}"))
+versions.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to serve as another user")
+def test_root_withdraws_for_a_worker_of_another_user():
+    with tempfile.TemporaryDirectory() as outside:  # pytest's folders are closed to other users
+        os.chmod(outside, 0o755)
+        folder = LearningFolder(Path(outside) / "learn")
+        folder.consent("acme", "own")
+        os.chown(folder.path, OTHER_UID, OTHER_UID)
+        folder.secure()
+        command = [sys.executable, "-c", SERVE, str(folder.path)]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL) as worker:
+            wait_until(lambda: records(folder.path, "tenant-acme"), timeout_s=120)
+            found = forget(folder)
+            worker.wait(60)
+        assert (worker.returncode, found.exit_code, found.stderr.count(": confirmed")) == (0, 0, 1)
+        assert not list((folder.path / "tenant-acme").rglob("*.npz"))
+        assert {path.lstat().st_uid for path in (folder.path, *folder.path.rglob("*"))} == {OTHER_UID}
+
+
+@pytest.mark.parametrize("moment", ["start", "later"])
+def test_consents_that_cannot_be_read_are_none(folder, moment, caplog):
+    publish(folder.store("tenant-acme"), tenants=["acme"])
+    folder.store("tenant-acme").promote(1)
+    if moment == "start":
+        (folder.path / "tenants.json").write_text("{")
+    versions = Versions("base", lambda directory: directory, folder)
+    try:
+        if moment == "later":
+            wait_until(lambda: versions.begin("acme:0", 10).number == 1)
+            began = versions.begin("acme:1", 10)
+            (folder.path / "tenants.json").write_text("{")
+        wait_until(lambda: versions.begin("acme:2", 10).name is None)
+        wait_until(lambda: versions.choose("tenant-acme", ("acme:1", 0)) == (0, "base"))
+        versions.record(session("acme:2"))
+        if moment == "later":
+            began.buffer = None  # as if tokens alone were kept
+            versions.record(session("acme:1"), began)
+        assert versions.begin("free", 10).name is None
+    finally:
+        versions.close()
+    assert not records(folder.path, "tenant-acme")
+    assert sum("tenants.json cannot be read" in one.message for one in caplog.records) <= 2, "not each look"
+    assert folder.store("tenant-acme").directory(1).is_dir(), "nothing is deleted for a damaged file"
+
+
+def test_stream_that_waits_for_the_disk_is_not_kept_after_its_tenant_withdrew_and_agreed_again(folder):
+    versions = Versions("base", str, folder)
+    try:
+        before = versions.begin("acme:1", 10)
+        before.buffer = None
+        folder.forget("acme")
+        folder.consent("acme", "own")
+        versions.record(session("acme:1"), before)
+        wait_until(lambda: versions.begin("acme:2", 10).consent == folder.read().number_of("acme"))
+        versions.record(session("acme:2"))
+    finally:
+        versions.close()
+    assert len(records(folder.path, "tenant-acme")) == 1
+
+
+def test_deleted_session_leaves_also_from_the_drafter_that_served_its_tenant_before(folder):
+    versions = Versions("base", str, folder)
+    try:
+        versions.record(session("acme:1"))
+        wait_until(lambda: records(folder.path, "tenant-acme"))
+        folder.consent("acme", "shared")
+        versions.forget("acme:1")
+        wait_until(lambda: not records(folder.path, "tenant-acme"))
+    finally:
+        versions.close()
+
+
+def stream(records, age_s=0, tenant="", mtime_age_s=0, name=None):
+    records.mkdir(parents=True, exist_ok=True)
+    path = records / (
+        name or str(RecordName(time.time_ns() - int(age_s * 1e9), tenant, f"{age_s:016.0f}", 20))
+    )
+    path.write_bytes(b"x")
+    os.utime(path, (time.time() - mtime_age_s,) * 2)
+    return path
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"age_s": -400 * 86400},
+        {"age_s": -400 * 86400, "mtime_age_s": MAX_AGE_S + 60},
+        {"age_s": MAX_AGE_S + 60},
+        {"age_s": -400 * 86400, "mtime_age_s": -400 * 86400},
+        {"name": "backup.npz", "mtime_age_s": MAX_AGE_S + 60},
+        {"name": "1_2_3_4_5.npz", "mtime_age_s": MAX_AGE_S + 60},
+        {"tenant": "gone"},
+    ],
+)
+def test_what_is_odd_or_old_goes_and_the_rest_stays(tmp_path, odd):
+    odd = {"mtime_age_s": 0, **odd}
+    kept = stream(tmp_path / "records", age_s=60)
+    gone = stream(tmp_path / "records", **odd)
+    (tmp_path / "records" / "folder").mkdir()
+    recorder = Recorder()
+    recorder.trim(tmp_path / "records", {""})
+    recorder.close()
+    if "mtime_age_s" in odd and odd.get("age_s", 0) < 0 and odd["mtime_age_s"] == 0:
+        assert gone.exists(), "the file says that it is of now"
+    else:
+        assert not gone.exists()
+    assert kept.exists()
+
+
+def test_number_of_files_is_bounded_and_a_stream_costs_no_look_at_the_others(tmp_path, monkeypatch):
+    listed = []
+
+    def listing(folder):
+        listed.append(folder)
+        return stored_streams(folder)
+
+    monkeypatch.setattr("services.learning.records.stored_streams", listing)
+    path = tmp_path / "records"
+    for age_s in range(1, MAX_FILES + 200):
+        stream(path, age_s=age_s)
+    recorder = Recorder()
+    for number in range(50):
+        recorder.record(path, "", session(f"s{number}"))
+    recorder.close()
+    assert listed == [path], "once, at the first stream"
+    kept = sorted(path.iterdir(), key=RecordName.parse)
+    assert len(kept) == MAX_FILES
+    assert sum(RecordName.parse(one).num_answer == 92 for one in kept) == 50, "the newest stay"
+
+
+def test_one_bad_drafter_harms_no_other(folder):
+    (folder.path / "open").mkdir()
+    (folder.path / "open" / "state.json").write_text("{")
+    for name, tenants in (("tenant-acme", ["acme"]), ("shared", [])):
+        publish(folder.store(name), tenants=tenants)
+    old = stream(folder.path / "open" / "records", age_s=MAX_AGE_S + 60)
+
+    def load(directory):
+        if "shared" in directory:
+            raise MemoryError("no memory")
+        return directory
+
+    versions = Versions("base", load, folder)
+    try:
+        wait_until(lambda: folder.store("shared").read().versions[0].status == "rolled back")
+        wait_until(lambda: not old.exists())
+        drafted = {versions.begin(f"acme:{number}", 10).number for number in range(40)}
+        assert drafted == {0, 1}
+    finally:
+        versions.close()
+
+
+def test_versions_of_the_tenants_that_were_served_last_are_loaded(folder, monkeypatch):
+    monkeypatch.setattr("services.learning.versions._CALM_S", 0.01)
+    names = [f"t{number:02d}" for number in range(MAX_DRAFTERS + 4)]
+    for name in names:
+        folder.consent(name, "own")
+        publish(folder.store(f"tenant-{name}"), tenants=[name])
+        folder.store(f"tenant-{name}").promote(1)
+    loaded = []
+    versions = Versions("base", lambda directory: loaded.append(directory) or directory, folder)
+    try:
+        wait_until(lambda: len(loaded) == MAX_DRAFTERS)
+        wait_until(lambda: versions.begin(f"{names[-1]}:1", 10).number == 1)
+        drafted = [versions.choose(f"tenant-{name}", ("x", 0))[0] for name in names]
+        assert sum(drafted) <= MAX_DRAFTERS
+    finally:
+        versions.close()
