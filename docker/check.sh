@@ -34,9 +34,10 @@ mkdir -p "$WORK/tmp"
 export TMPDIR=$WORK/tmp
 buildah() { command buildah --root "$WORK/storage" --runroot "$WORK/runroot" --storage-driver "${STORAGE_DRIVER:-overlay}" "$@"; }
 
+mounts=()
 finish() {
 
-  buildah umount --all > /dev/null 2>&1 || true
+  for container in "${mounts[@]}"; do buildah rm "$container" > /dev/null || true; done
   [ "$KEEP" ] || { buildah rm --all > /dev/null 2>&1 || true; buildah rmi --all --force > /dev/null 2>&1 || true; rm -rf "$WORK"; }
 }
 trap finish EXIT
@@ -147,6 +148,7 @@ config() { cat "$WORK/$2.user"; }
 mounted() {  # IMAGE: its files, and what its configuration says
   local container root
   container=$(buildah from "localhost/gammaray-$1")
+  mounts+=("$container")
   root=$(buildah mount "$container")
   mkdir -p "$WORK/run"
   ln -sfn "$root" "$WORK/run/$1"

@@ -36,12 +36,15 @@ def give_to_owner(path: Path) -> None:
 
 
 def secure(top: Path) -> None:
-    """Leave a folder and all that it holds to the folder's owner alone, whoever has made it.
+    """Leave a file, or a folder and all in it, to the owner of the folder above it alone, whoever made it.
 
     Links, and files with a second name elsewhere, stay as they are. Raises OSError if something else cannot
     be changed.
     """
-    owner = top.stat()
+    owner = top.parent.stat()
+    if top.is_file() and not top.is_symlink():
+        open_file(top).close()
+        return
     for _, _, names, folder in os.fwalk(top, onerror=_fail):
         _claim(folder, _FOLDER, owner)
         for name in names:

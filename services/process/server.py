@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,8 +15,8 @@ from gammaray.blocks import MAX_ANSWER_BYTES
 from gammaray.checks import is_wildcard, join_address, split_address
 from gammaray.config import WorkerSettings
 from gammaray.deploy.redis_connection import connect
-from gammaray.errors import InvalidArgumentError
-from gammaray.security.tls import TlsFiles, server_credentials, tls_files
+from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.security.tls import TlsFiles, check_peer, server_credentials, tls_files
 from gammaray.telemetry.prometheus import metrics_address
 
 DRAIN_TIMEOUT_S = 10.0
