@@ -9,26 +9,21 @@ import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
 
 from gammaray.aio import BackgroundTasks, end_tasks
 from gammaray.config import OrchestratorSettings
 from gammaray.demo_pair import resolve_model
 from gammaray.deploy.redis_connection import RetryingRedis
-from gammaray.errors import CancelledError, NotFoundError
+from gammaray.errors import CancelledError
 from gammaray.grammar.matcher import GrammarState, grammar_identity
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
-from gammaray.types import Chunk, DrafterKind, FinishReason, GenerationRequest, ProcessStatus
+from gammaray.types import Chunk, DrafterKind, GenerationRequest, ProcessStatus
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS, TENANT_SHARE, Caller, name_of
-from orchestrator.cycle.handover import SessionHandover
-from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.session import Session
-from orchestrator.cycle.types import Cycle
 from orchestrator.drafting.factory import Drafting
 from orchestrator.drafting.prediction import prediction_ids
-from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
 from orchestrator.grammar_checks import GrammarChecks
 from orchestrator.sessions.leases import LeaseManager, repeat
 from orchestrator.sessions.lifecycle import OpenSession, SessionManager, check_request
@@ -43,15 +38,14 @@ from orchestrator.storage.response_store import ResponseStore
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.storage.unstored import UnstoredSessions
-from orchestrator.telemetry.cycle_log import CycleLog
 from orchestrator.telemetry.metrics import OrchestratorMeter
 from orchestrator.telemetry.tracing import RequestSpan, Tracing
 from orchestrator.text.tokenizer import Tokenizer, served_name
+from orchestrator.turn import RunningTurn
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import (
     VERIFY_TIMEOUT_S,
-    FencedVerifier,
     RemoteVerifier,
     check_grammars,
     check_served,
@@ -73,9 +67,6 @@ MAX_WAIT_S = 30.0
 
 FORGET_PERIOD_S = 5.0
 """Seconds between two checks for sessions that another replica deleted, whose outputs are forgotten."""
-
-HANDOVER_PERIOD = 4
-"""Cycles between two writes of a session's handover."""
 
 
 class Orchestrator:
@@ -284,14 +275,26 @@ class Orchestrator:
         span: RequestSpan,
         prediction: Sequence[int],
         grammar: GrammarState | None,
-    ) -> _RunningTurn:
+    ) -> RunningTurn:
         settings, session = self._settings, opened.session
         spec = session_spec(session, self.tokenizer.eos_token_ids, shares_caches=settings.prefix_caching)
         drafter, controller = self._drafting.open(session, opened.request, spec, prediction, grammar)
         verifier = RemoteVerifier(self.fleet.targets, spec, timeout_s=VERIFY_TIMEOUT_S, wait_s=WORKER_WAIT_S)
         is_stored = opened.request.store
         cycle_log = self.tracing.cycle_log(session, span, self._background, is_stored=is_stored)
-        return _RunningTurn(self, opened, progress, drafter, controller, verifier, cycle_log)
+        return RunningTurn(
+            opened,
+            progress,
+            drafter,
+            controller,
+            verifier,
+            cycle_log,
+            store=self.store if is_stored else self.unstored,
+            meter=self.meter,
+            costs=self._drafting.costs,
+            corpus=self.corpus,
+            fleet=self.fleet,
+        )
 
     @property
     def drafters(self) -> list[DrafterKind]:
@@ -330,91 +333,3 @@ class Orchestrator:
     def _fit_context(self) -> None:
         """Limit the context to the workers', which may be configured below the model's."""
         self.max_context = min(self.tokenizer.max_context, self.fleet.max_context or 2**31)
-
-
-class _RunningTurn:
-    """Runs the cycles of one turn and makes chunks of them; a context manager.
-
-    Leaving the block stores the handover with the next commit, releases the session on its workers and
-    flushes the cycle log.
-    """
-
-    def __init__(
-        self,
-        service: Orchestrator,
-        opened: OpenSession,
-        progress: ChunkBuilder,
-        drafter: SessionDrafter,
-        controller: DrafterChoice,
-        verifier: RemoteVerifier,
-        cycle_log: CycleLog,
-    ) -> None:
-        self._service, self._session, self._request = service, opened.session, opened.request
-        self._store: RedisStore | UnstoredSessions = (
-            service.store if opened.request.store else service.unstored
-        )
-        self._progress, self._cycle_log = progress, cycle_log
-        self._drafter, self._controller, self._verifier = drafter, controller, verifier
-        self._error: BaseException | None = None
-        handover = opened.handover
-        drafter.prefer(opened.session, handover.draft)
-        verifier.prefer(opened.session, handover.target)
-
-    async def reach(self) -> None:
-        """Wait for a target worker; raises as `RemoteVerifier.verify` does without one."""
-        await self._verifier.reach(self._session)
-
-    def run_cycles(self) -> AsyncGenerator[Cycle, None]:
-        return run_cycles(
-            self._session,
-            self._drafter,
-            FencedVerifier(self._verifier, self._store.renew),
-            self._store,
-            self._controller,
-            self._cycle_log.observe,
-        )
-
-    def chunk(self, cycle: Cycle) -> Chunk:
-        """Count a stored cycle and return its chunk."""
-        self._cycle_log.stored()
-        plain_cycle_s = self._service.plain_cycle_s
-        self._service.meter.cycle(cycle, plain_cycle_s)
-        if cycle.finish_reason is not None:
-            self._release()
-            if self._request.store:
-                self._service.corpus.add(self._session)
-        chunk = self._progress.chunk(cycle, plain_cycle_s)
-        if self._progress.counters.cycles % HANDOVER_PERIOD == 1:
-            self._session.state = self._handover()
-        return chunk
-
-    def cancelled(self, error: CancelledError) -> Chunk:
-        """Return the last chunk of a turn that was cancelled."""
-        self._error = error
-        return self._progress.piece((), "", FinishReason.CANCELLED)
-
-    def _release(self) -> None:
-        """Release the session on its workers, which keep its caches as long as none needs the memory."""
-        self._drafter.release(self._session)
-        self._verifier.release(self._session)
-
-    def _handover(self) -> bytes:
-        return SessionHandover(
-            counters=self._progress.counters,
-            elapsed_s=self._progress.elapsed_s,
-            target=self._verifier.address,
-            draft=self._drafter.address,
-        ).to_bytes()
-
-    def __enter__(self) -> _RunningTurn:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        session = self._session
-        self._cycle_log.finish(error or self._error)
-        if isinstance(error, NotFoundError):  # deleted; workers may have received its tokens again since
-            self._service.fleet.release(session.session_id, session.epoch, forget=True)
-        session.state = self._handover()
-        self._release()

@@ -14,7 +14,7 @@ from gammaray.audit.findings import Finding, Status
 from gammaray.audit.run import overall
 from gammaray.bench.page import document
 from gammaray.bench.svg import bar_chart
-from gammaray.cli.output import columns
+from gammaray.program.output import columns
 
 _STYLES = {
     Status.PASSED: "green",

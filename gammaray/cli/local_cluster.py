@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -13,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from gammaray.errors import FailedPreconditionError, UnavailableError
+from gammaray.program.ports import free_port
 
 START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 45.0
@@ -80,9 +80,3 @@ def _reason(said: str) -> str:
     """Return the last line that the launcher wrote itself, else the end of what was written."""
     lines = [line for line in said.splitlines() if line.startswith(_SAID)]
     return lines[-1].removeprefix(_SAID) if lines else " ".join(said.split())[-500:]
-
-
-def free_port() -> int:
-    with socket.create_server((_HOST, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port

@@ -177,21 +177,3 @@ def _read_json(path: Path, option: str) -> Any:
 def _option(name: str, *others: str, **attributes: Any) -> Callable[[_Function], _Function]:
     variable = f"GAMMARAY_{name.removeprefix('--').replace('-', '_').upper()}"
     return click.option(name, *others, envvar=variable, show_envvar=True, **attributes)
-
-
-def read_prompts(path: Path, option: str) -> list[str]:
-    """Return the prompts of a file: one per line, or, in a `.json` file, a list of strings."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise click.BadParameter(f"{path.name}: {error.strerror}", param_hint=option) from None
-    if path.suffix != ".json":
-        found: Any = [line for line in text.splitlines() if line.strip()]
-    else:
-        try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise click.BadParameter(f"{path.name}: {error}", param_hint=option) from None
-    if not isinstance(found, list) or not found or not all(isinstance(p, str) and p for p in found):
-        raise click.BadParameter(f"{path.name} contains no prompts", param_hint=option)
-    return found

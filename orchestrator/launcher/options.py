@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gammaray.cli.commands.up import START_OPTIONS
-from gammaray.cli.settings import parse_settings
 from gammaray.config import ClusterSettings
+from gammaray.program.settings import parse_settings
+from gammaray.program.shared_options import START_OPTIONS
 
 
 @dataclass(frozen=True)

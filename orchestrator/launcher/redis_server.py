@@ -19,8 +19,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from gammaray.cli.local_cluster import free_port
 from gammaray.errors import UnavailableError
+from gammaray.program.ports import free_port
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0

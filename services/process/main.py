@@ -11,11 +11,11 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from gammaray.cli.settings import parse_settings
 from gammaray.config import WorkerSettings, parse_adapters
 from gammaray.demo_pair import resolve_model
 from gammaray.engines import check_installed
 from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.program.settings import parse_settings
 from services.process.adapters import max_rank
 from services.process.server import check_serving
 

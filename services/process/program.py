@@ -8,7 +8,7 @@ import click
 import torch
 from transformers.utils import logging as transformers_logging
 
-from gammaray.cli import failure_of, shown
+from gammaray.program.failures import failure_of, shown
 
 
 def run_program(work: Callable[[], int]) -> int:

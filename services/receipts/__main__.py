@@ -13,8 +13,8 @@ from urllib.request import urlopen
 
 import click
 
-from gammaray.cli.commands.check import PARAMS
 from gammaray.errors import InvalidArgumentError, escaped
+from gammaray.program.shared_options import CHECK_PARAMS
 from gammaray.receipts.keys import KeySet, parse_keys
 from gammaray.receipts.receipt import SignedReceipt
 from services.process.program import run_program
@@ -131,7 +131,7 @@ def summaries(verdicts: Sequence[ReceiptVerdict]) -> Iterator[str]:
 
 
 def _check() -> int:
-    command = click.Command("gammaray check", params=list(PARAMS))
+    command = click.Command("gammaray check", params=list(CHECK_PARAMS))
     return check_file(**command.make_context(command.name, sys.argv[1:]).params)
 
 

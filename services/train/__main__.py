@@ -11,7 +11,7 @@ import threading
 
 import click
 
-from gammaray.cli.settings import parse_settings
+from gammaray.program.settings import parse_settings
 from gammaray.qualify.training import TrainTask
 from services.process.program import run_program
 from services.train.run import run

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from gammaray.cli.options import read_prompts
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from gammaray.program.prompts import read_prompts
 from gammaray.qualify.training import TrainTask
 from services.engine.core.model import eos_token_ids, load_model
 from services.engine.loader import load_engine

@@ -26,10 +26,10 @@ from gammaray.audit.report import audit_page, audit_result, show
 from gammaray.audit.run import CHECKS, overall, run_audit
 from gammaray.audit.subject import Subject, default_prompts, read_prompts
 from gammaray.cli.local_cluster import local_cluster
-from gammaray.cli.output import output_console
 from gammaray.cli.program import CLUSTER_PACKAGES, check_packages
-from gammaray.cli.values import FloatRange, IntRange, list_of
 from gammaray.errors import GammarayError, escaped
+from gammaray.program.output import output_console
+from gammaray.program.values import FloatRange, IntRange, list_of
 
 EXIT_CODES = {Status.PASSED: 0, Status.FAILED: 1, Status.INCONCLUSIVE: 3}
 _PERIOD_S = 10.0

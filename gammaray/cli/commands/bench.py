@@ -17,9 +17,10 @@ from gammaray.bench.provenance import provenance, write_result
 from gammaray.bench.run import BenchSettings, run_bench
 from gammaray.bench.systems import parse_gamma
 from gammaray.bench.tables import show_point
-from gammaray.cli.options import connection_options, read_prompts
-from gammaray.cli.output import output_console
-from gammaray.cli.values import IntRange, list_of, temperature
+from gammaray.cli.options import connection_options
+from gammaray.program.output import output_console
+from gammaray.program.prompts import read_prompts
+from gammaray.program.values import IntRange, list_of, temperature
 
 
 def _gamma(text: str) -> str:

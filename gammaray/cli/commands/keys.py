@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from gammaray.cli.output import columns, output_console
+from gammaray.program.output import columns, output_console
 from gammaray.receipts.keys import published, rotate
 from gammaray.security.keys import create_key, read_keys, revoke_key
 

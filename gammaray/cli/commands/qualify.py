@@ -21,11 +21,11 @@ from gammaray.bench.provenance import write_result
 from gammaray.bench.run import BenchSettings, run_bench
 from gammaray.bench.tables import show_point
 from gammaray.cli.local_cluster import START_TIMEOUT_S, NotServedError, local_cluster
-from gammaray.cli.options import read_prompts
-from gammaray.cli.output import columns, output_console
 from gammaray.cli.program import CLUSTER_PACKAGES, check_packages
-from gammaray.cli.settings import checked_settings, settings_options
 from gammaray.client.async_client import AsyncClient
+from gammaray.program.output import columns, output_console
+from gammaray.program.prompts import read_prompts
+from gammaray.program.settings import checked_settings, settings_options
 from gammaray.qualify.judgement import Fitness, Judgement, judge
 from gammaray.qualify.task import QualifyTask
 

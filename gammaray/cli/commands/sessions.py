@@ -10,9 +10,9 @@ import click
 from rich.table import Table
 
 from gammaray.cli.options import Connection, connection_options
-from gammaray.cli.output import columns, output_console
-from gammaray.cli.values import IntRange
 from gammaray.client.async_client import AsyncClient
+from gammaray.program.output import columns, output_console
+from gammaray.program.values import IntRange
 from gammaray.wire.sessions import SessionInfo
 
 

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from gammaray.cli.activity import Activity, Speculation, Worker, measure
 from gammaray.cli.options import Connection, connection_options
-from gammaray.cli.output import columns, output_console
-from gammaray.cli.values import FloatRange
 from gammaray.client.async_client import AsyncClient
+from gammaray.program.output import columns, output_console
+from gammaray.program.values import FloatRange
 from gammaray.types import ProcessStatus
 
 _HISTORY = 60

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gammaray.cli.options import Connection, connection_options
-from gammaray.cli.output import output_console
-from gammaray.cli.values import IntRange
+from gammaray.program.output import output_console
+from gammaray.program.values import IntRange
 from gammaray.wire.cycles import CycleRecord, WorkerCall
 
 _BUSY, _WAITING, _OTHER = "█", "░", "·"

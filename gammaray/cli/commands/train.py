@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from gammaray.cli.options import read_prompts
-from gammaray.cli.output import columns, output_console
 from gammaray.cli.program import WORKER_PACKAGES, Program, become, check_packages
-from gammaray.cli.settings import checked_settings, settings_options
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError
 from gammaray.learning.folder import LearningFolder
+from gammaray.program.output import columns, output_console
+from gammaray.program.prompts import read_prompts
+from gammaray.program.settings import checked_settings, settings_options
 from gammaray.qualify.training import TrainTask
 
 CONFIRM_WAIT_S = 10.0

@@ -10,26 +10,10 @@ from typing import Any
 import click
 
 from gammaray.cli.program import CLUSTER_PACKAGES, Program, become, check_packages
-from gammaray.cli.settings import checked_settings, settings_options
-from gammaray.cli.values import FloatRange
 from gammaray.config import ClusterSettings
 from gammaray.engines import check_installed
-
-START_OPTIONS = (
-    click.Option(
-        ["--wait-ready"], is_flag=True, help="Print `ready http=... grpc=...` once the cluster is ready."
-    ),
-    click.Option(
-        ["--die-with-parent"], is_flag=True, help="Stop when the process that started this one ends."
-    ),
-    click.Option(
-        ["--start-timeout-s"],
-        type=FloatRange(0, 86_400, min_open=True),
-        default=300.0,
-        help="Fail if the cluster is not ready after this time.",
-    ),
-)
-"""Options of a start, which are no settings of the cluster."""
+from gammaray.program.settings import checked_settings, settings_options
+from gammaray.program.shared_options import START_OPTIONS
 
 
 @click.command(cls=Program, params=[*START_OPTIONS, *settings_options(ClusterSettings, has_types=True)])

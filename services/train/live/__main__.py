@@ -17,8 +17,8 @@ from pathlib import Path
 
 import click
 
-from gammaray.cli import failure_of
 from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.program.failures import failure_of
 
 _PR_SET_PDEATHSIG = 1
 _PERIOD_S = 2.0

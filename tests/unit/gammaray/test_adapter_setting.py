@@ -2,10 +2,10 @@
 
 import pytest
 
-from gammaray.cli.settings import parse_settings
 from gammaray.config import MAX_ADAPTERS, ClusterSettings, TargetSettings, parse_adapters
 from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError
+from gammaray.program.settings import parse_settings
 
 
 def test_names_and_directories_are_read():

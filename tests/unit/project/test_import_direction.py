@@ -28,6 +28,7 @@ FLOORS = {
     "gammaray/deploy": 3,
     "gammaray/learning": 3,
     "gammaray/receipts": 3,
+    "gammaray/program": 3,
     "gammaray/bench": 4,
     "gammaray/cli": 4,
     "gammaray/audit": 5,

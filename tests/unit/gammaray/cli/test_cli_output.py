@@ -10,7 +10,7 @@ import pytest
 
 import gammaray
 from gammaray.cli import main
-from gammaray.cli.output import columns, output_console
+from gammaray.program.output import columns, output_console
 from tests.support.cli_helpers import invoke
 
 ROOT = Path(gammaray.__file__).parents[1]

@@ -10,8 +10,8 @@ import time
 import psutil
 import pytest
 
-from gammaray.cli import failure_of
 from gammaray.errors import InvalidArgumentError
+from gammaray.program.failures import failure_of
 from services.learning.process import CANNOT_TRAIN, TrainingProcess
 from services.train.live.__main__ import train_until
 from tests.support.learning_helpers import new_head, tiny_target

@@ -15,9 +15,9 @@ import click
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from gammaray.cli.values import IntRange
 from gammaray.config import REPEATABLE, settings_error
 from gammaray.errors import InvalidArgumentError
+from gammaray.program.values import IntRange
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
