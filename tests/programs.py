@@ -4,8 +4,6 @@
 file imports the standard library alone.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 

@@ -37,9 +37,16 @@ def test_values_exist(page):
 
 FOREIGN = {
     *("cache_prompt", "id_slot", "return_token_ids", "cache_salt", "owned_by"),
-    *("parentbased_traceidratio", "invalid_argument", "deadline_exceeded", "max_tokens"),
+    *(
+        "parentbased_traceidratio",
+        "invalid_argument",
+        "deadline_exceeded",
+        "max_tokens",
+        "http_proxy",
+        "no_proxy",
+    ),
 }
-"""Names of model servers that draft, of OpenTelemetry, of gRPC and of requests."""
+"""Names of model servers that draft, of OpenTelemetry, of gRPC, of requests and of proxies."""
 
 
 @pages

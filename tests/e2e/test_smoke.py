@@ -1,12 +1,9 @@
 """One cluster for `make test`: what every change must keep; the last tests kill its processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
 import urllib.request
-from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
@@ -56,13 +53,13 @@ class Weather(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def receipt_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def receipt_keys(tmp_path_factory):
     rotate(path := tmp_path_factory.mktemp("keys") / "receipts.json")
     return path
 
 
 @pytest.fixture(scope="module")
-def smoke(receipt_keys: Path) -> Iterator[Cluster]:
+def smoke(receipt_keys):
     with pytest.MonkeyPatch.context() as environment:
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
             environment.setenv(
@@ -74,7 +71,7 @@ def smoke(receipt_keys: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def http(smoke: Cluster) -> Iterator[openai.OpenAI]:
+def http(smoke):
     with smoke.openai() as client:
         yield client
 
@@ -88,7 +85,7 @@ def listens_beyond_loopback(process: psutil.Process) -> list[int]:
     return []
 
 
-def test_only_the_documented_ports_listen_beyond_loopback(smoke: Cluster) -> None:
+def test_only_the_documented_ports_listen_beyond_loopback(smoke):
     """Serve has no setting for them (docs/security.md); no port of Ray is among them."""
     kinds = "haproxy", "ray::ServeReplica", "ray::ProxyActor"
     found = {
@@ -100,7 +97,7 @@ def test_only_the_documented_ports_listen_beyond_loopback(smoke: Cluster) -> Non
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_do_not_depend_on_gamma(smoke: Cluster, temperature: float) -> None:
+def test_tokens_do_not_depend_on_gamma(smoke, temperature):
     options = {"temperature": temperature, "seed": 1, "max_tokens": 64, "ignore_eos": True}
     with Client(smoke.grpc) as client:
         plain = client.complete(PROMPT, gamma=0, **options)
@@ -115,7 +112,7 @@ def test_tokens_do_not_depend_on_gamma(smoke: Cluster, temperature: float) -> No
     assert fixed.summary.accepted_tokens > 0
 
 
-def test_chat_streams_what_it_answers(http: openai.OpenAI) -> None:
+def test_chat_streams_what_it_answers(http):
     options = {"model": "demo", "messages": MESSAGES, "max_tokens": 24, "seed": 5}
     whole = http.chat.completions.create(**options)
     chunks = list(http.chat.completions.create(**options, stream=True))
@@ -124,7 +121,7 @@ def test_chat_streams_what_it_answers(http: openai.OpenAI) -> None:
     assert chunks[-1].gammaray["token_ids"] == whole.gammaray["token_ids"]
 
 
-def test_json_schema_and_tool_call_are_valid(http: openai.OpenAI) -> None:
+def test_json_schema_and_tool_call_are_valid(http):
     options = {"model": "", "messages": MESSAGES, "seed": 1, "max_tokens": 128}
     answer = http.chat.completions.parse(**options, response_format=Weather)
     assert isinstance(answer.choices[0].message.parsed, Weather)
@@ -157,7 +154,7 @@ def is_orchestrator(entry: dict) -> bool:
     return entry["labels"]["process"] == "orchestrator"
 
 
-def test_metrics_count_every_token_once(smoke: Cluster) -> None:
+def test_metrics_count_every_token_once(smoke):
     smoke.wait_until_idle()
     before = emitted_tokens(smoke)
     with Client(smoke.grpc) as client:
@@ -166,7 +163,7 @@ def test_metrics_count_every_token_once(smoke: Cluster) -> None:
     assert eventually(lambda: emitted_tokens(smoke) == before + 64), emitted_tokens(smoke) - before
 
 
-async def test_session_calls_reach_any_orchestrator(smoke: Cluster) -> None:
+async def test_session_calls_reach_any_orchestrator(smoke):
     await asyncio.to_thread(two_orchestrators, smoke)
     async with AsyncClient(smoke.grpc, retry=PATIENT) as client:
         # Slowly, so that it still runs when it is asked for and cancelled.
@@ -186,7 +183,7 @@ async def test_session_calls_reach_any_orchestrator(smoke: Cluster) -> None:
             await client.get_session("called")
 
 
-def test_stream_survives_the_loss_of_the_draft_worker_which_is_replaced(smoke: Cluster) -> None:
+def test_stream_survives_the_loss_of_the_draft_worker_which_is_replaced(smoke):
     options = {"max_tokens": NUM_TOKENS, "seed": 3, "ignore_eos": True, "gamma": 4}
     with Client(smoke.grpc) as client:
         expected = [token.token_id for token in client.complete(PROMPT, **{**options, "gamma": 0}).tokens]
@@ -217,9 +214,7 @@ def test_stream_survives_the_loss_of_the_draft_worker_which_is_replaced(smoke: C
         ),
     ],
 )
-async def test_streams_survive_the_loss_of_every_orchestrator(
-    smoke: Cluster, receipt_keys: Path, number: int, path: str, prompt: dict
-) -> None:
+async def test_streams_survive_the_loss_of_every_orchestrator(smoke, receipt_keys, number, path, prompt):
     """After SIGTERM, with the target killed as well; the receipts of the resumed streams are valid."""
     serving = await asyncio.to_thread(two_orchestrators, smoke)
     body = {**prompt, "max_tokens": NUM_HTTP_TOKENS, "ignore_eos": True, "seed": 5}
@@ -295,7 +290,7 @@ def is_unmarked(process: psutil.Process) -> bool:
     return False
 
 
-def test_no_process_outlives_a_killed_launcher(smoke: Cluster) -> None:
+def test_no_process_outlives_a_killed_launcher(smoke):
     """This is the last test that needs the cluster."""
     below = smoke.processes()
     assert len(below) > 6

@@ -1,7 +1,5 @@
 """`gammaray audit` against a real gammaray: honest, and through a proxy that plants a fault."""
 
-from __future__ import annotations
-
 import pytest
 
 from gammaray.audit.endpoint import Endpoint, Spent

@@ -1,7 +1,5 @@
 """A target worker that learns: its training process may be killed at any time, and ends with it."""
 
-from __future__ import annotations
-
 import time
 
 import psutil

@@ -1,7 +1,5 @@
 """Receipts of real workers of the demo pair, checked by one forward pass of its target."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

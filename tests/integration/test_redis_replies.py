@@ -1,7 +1,5 @@
 """Error replies of Redis: the errors that callers get, and background tasks that survive them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

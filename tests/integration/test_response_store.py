@@ -1,7 +1,5 @@
 """Responses in a real Redis: their life, their bytes, and a Redis that is gone."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,11 +1,8 @@
 """Two clusters on one Redis database: with prefixes of their own they share nothing; else one is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
-from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.storage import registry as registry_module
 from orchestrator.storage.client import connect
 from orchestrator.storage.keys import Keys
@@ -21,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.each_redis]
 A, B = Keys("prod.gammaray"), Keys("test.gammaray")
 
 
-async def test_clusters_with_prefixes_of_their_own_share_nothing(redis_server: RedisServer):
+async def test_clusters_with_prefixes_of_their_own_share_nothing(redis_server):
     redis = connect(redis_server.url)
     await redis.flushall()
     announcers = [Announcer(redis_server.url, "target", f"{keys.prefix}:1", keys.prefix) for keys in (A, B)]
@@ -54,7 +51,7 @@ async def test_clusters_with_prefixes_of_their_own_share_nothing(redis_server: R
         await redis.aclose()
 
 
-async def test_second_cluster_with_the_same_keys_is_refused(redis_server: RedisServer, monkeypatch):
+async def test_second_cluster_with_the_same_keys_is_refused(redis_server, monkeypatch):
     monkeypatch.setattr(registry_module, "UNUSED_WAIT_S", 0.3)
     monkeypatch.setattr(registry_module, "LOOK_PERIOD_S", 0.05)
     redis = connect(redis_server.url)

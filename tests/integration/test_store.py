@@ -1,7 +1,5 @@
 """The session store, the registry and the private server, on a real Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -15,12 +13,7 @@ from dataclasses import replace
 import pytest
 
 import orchestrator.launcher.redis_server as redis_server
-from gammaray.errors import (
-    CancelledError,
-    FailedPreconditionError,
-    NotFoundError,
-    UnavailableError,
-)
+from gammaray.errors import CancelledError, FailedPreconditionError, NotFoundError, UnavailableError
 from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin, VerificationMethod
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import target_service_pb2 as target_pb
@@ -43,7 +36,7 @@ ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, Toke
 
 
 @pytest.fixture
-def store(redis) -> RedisStore:
+def store(redis):
     return RedisStore(redis, ttl_s=60)
 
 

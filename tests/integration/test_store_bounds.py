@@ -1,7 +1,5 @@
 """Bytes of stored sessions in a real Redis: shared requests, bounds, and freeing."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
@@ -35,7 +33,7 @@ PLAIN = 5
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return Tokenizer(resolve_model("demo"))
 
 
@@ -203,11 +201,7 @@ async def test_tenant_over_its_bound_is_rejected_with_a_retry_delay(redis):
     with pytest.raises(ResourceExhaustedError) as refused:
         await store.create(session_of("alice:more"), b"request")
     assert 50 <= refused.value.retry_after_s <= 60
-    for part in (
-        "tenant alice",
-        f"{own + 3 * need} of {own + 3 * need} bytes",
-        str(need),
-    ):
+    for part in ("tenant alice", f"{own + 3 * need} of {own + 3 * need} bytes", str(need)):
         assert part in str(refused.value)
     with pytest.raises(NotFoundError):
         await store.read("alice:more")

@@ -1,7 +1,5 @@
 """Listing sessions: tokens are not read."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import tracemalloc

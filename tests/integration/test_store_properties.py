@@ -5,8 +5,6 @@ A model holds what the store must say. Every step runs on a real Redis; its time
 clock: what a clock that jumped would have written, or let expire, is written and deleted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass, field

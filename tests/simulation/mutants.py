@@ -3,8 +3,6 @@
 A mutant is an edit of one function's syntax tree, in a process of its own.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import multiprocessing
@@ -87,11 +85,9 @@ PLACES = {
         "the store does not compare epochs": script("tonumber(head[1]) ~= tonumber(epoch)", "false"),
         "a cancelled turn accepts commits": script("head[2] == 'cancelled'", "false"),
     },
-    f"{_SCRIPTS}:TAKE_OVER": {
-        "a takeover keeps the epoch": script("next_epoch()", "tonumber(head[1])"),
-    },
+    f"{_SCRIPTS}:TAKE_OVER": {"a takeover keeps the epoch": script("next_epoch()", "tonumber(head[1])")},
     f"{_SCRIPTS}:_APPEND": {
-        "a commit is not recognised when it is sent again": script("length == offset + #data", "false"),
+        "a commit is not recognised when it is sent again": script("length == offset + #data", "false")
     },
     f"{_SCRIPTS}:END": {
         "the last commit does not end the turn": script("'finish_reason', reason", "'reason', reason"),
@@ -100,7 +96,7 @@ PLACES = {
     "orchestrator/storage/client.py:BatchedScript._send": {
         "answers of one batch are swapped": expression(
             "await self._run(calls)", "(await self._run(calls))[::-1]"
-        ),
+        )
     },
     f"{_LIFECYCLE}:SessionManager._resume": {
         "a resumed session has the first epoch": statement("session.epoch"),
@@ -109,41 +105,41 @@ PLACES = {
         ),
     },
     f"{_LIFECYCLE}:_began": {
-        "a resumed session has another seed": expression("stored.seed", "stored.seed + 1"),
+        "a resumed session has another seed": expression("stored.seed", "stored.seed + 1")
     },
     f"{_LIFECYCLE}:OpenSession.replay": {
-        "the replay begins a token late": expression(_REPLAYED, _REPLAYED.replace("offset", "offset + 1")),
+        "the replay begins a token late": expression(_REPLAYED, _REPLAYED.replace("offset", "offset + 1"))
     },
     "gammaray/client/resume.py:stream_completion": {
-        "the client resumes where it began": expression("offset", "0", call="replace"),
+        "the client resumes where it began": expression("offset", "0", call="replace")
     },
     "orchestrator/access/admission.py:Admission.place": {
-        "a place is not given back": statement(_LEAVE, f"__import__('sys').exc_info()[0] or {_LEAVE}"),
+        "a place is not given back": statement(_LEAVE, f"__import__('sys').exc_info()[0] or {_LEAVE}")
     },
     f"{_WORKERS}/connection.py:WorkerConnection._lose": {
-        "calls stay unanswered when a link breaks": statement("set_exception"),
+        "calls stay unanswered when a link breaks": statement("set_exception")
     },
     f"{_WORKERS}/connection.py:WorkerConnection._stay_connected": {
-        "a link is not opened again": statement("self._failures += 1", "return"),
+        "a link is not opened again": statement("self._failures += 1", "return")
     },
     f"{_WORKERS}/connection.py:WorkerConnection._read_frames": {
-        "answers go to the call before": expression(_PENDING, f"{_BEFORE} or {_PENDING}"),
+        "answers go to the call before": expression(_PENDING, f"{_BEFORE} or {_PENDING}")
     },
     f"{_WORKERS}/connection.py:WorkerConnection.release": {
         "a release is lost": statement("self._releases.append"),
         "a session stays attached to its link": statement("self.sessions.discard"),
     },
     f"{_WORKERS}/drafter.py:RemoteDrafter.release": {
-        "a listener stays after a release": statement("listeners.pop"),
+        "a listener stays after a release": statement("listeners.pop")
     },
     f"{_WORKERS}/verifier.py:FencedVerifier.verify": {
-        "a dropped session counts as cancelled": statement("dropped = error", "raise"),
+        "a dropped session counts as cancelled": statement("dropped = error", "raise")
     },
     f"{_SCHEDULING}/sessions.py:SessionCopy.merge": {
-        "a worker keeps tokens that differ from the committed ones": statement("break"),
+        "a worker keeps tokens that differ from the committed ones": statement("break")
     },
     f"{_SCHEDULING}/sessions.py:SessionTable.admit": {
-        "a worker does not compare epochs": expression("task.epoch < session.epoch", "False"),
+        "a worker does not compare epochs": expression("task.epoch < session.epoch", "False")
     },
     f"{_SCHEDULING}/scheduler.py:Scheduler._match_tokens": {
         "the cache is not compared with the session": expression("same < num_cached", "False"),
@@ -154,10 +150,10 @@ PLACES = {
         "noise of the next position": expression("base", "base + 1", call="judge"),
     },
     "services/streaming/streams.py:BlockStream._deliver": {
-        "an answered block counts as pending": statement("num_ids -="),
+        "an answered block counts as pending": statement("num_ids -=")
     },
     "gammaray/deploy/redis_connection.py:RetryingRedis.repeated.attempt": {
-        "a reset of an idle connection to Redis is not retried": expression("RuntimeError", "ImportError"),
+        "a reset of an idle connection to Redis is not retried": expression("RuntimeError", "ImportError")
     },
 }
 """Module and function or constant in it -> the faults there, each with its edit."""

@@ -4,8 +4,6 @@ The logits are a function of all tokens before, so that one wrong token, or one 
 everything after it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """LoRA adapters in PEFT's format, made for tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An HTTP proxy that plants faults between `gammaray audit` and a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """A draft worker's scheduler over table-driven logits: exact to the bit, whatever is fed together."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

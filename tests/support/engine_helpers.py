@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, saved as Hugging Face directories."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,10 +59,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-full": ("mistral", {"sliding_window": None}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("qwen2", {}),
-    "qwen2-sliding": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-    ),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "gemma2": (
         "gemma2",
@@ -76,10 +71,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 8,
         },
     ),
-    "gemma3": (
-        "gemma3_text",
-        {"sliding_window": 8, "layer_types": _LAYER_TYPES, "query_pre_attn_scalar": 8},
-    ),
+    "gemma3": ("gemma3_text", {"sliding_window": 8, "layer_types": _LAYER_TYPES, "query_pre_attn_scalar": 8}),
     "phi3": ("phi3", {"sliding_window": 8}),
     "gpt2": ("gpt2", {}),
     "gpt_neox": ("gpt_neox", {}),
@@ -140,13 +132,7 @@ LEAN = ("llama", "llama-bias", "llama-yarn", "mistral", "mistral-full", "qwen2",
 
 
 def tiny_model(
-    arch: str,
-    path: Path,
-    *,
-    seed: int = 0,
-    gain: float = 1.0,
-    bfloat16: bool = False,
-    **overrides: Any,
+    arch: str, path: Path, *, seed: int = 0, gain: float = 1.0, bfloat16: bool = False, **overrides: Any
 ) -> Path:
     """Save a random model of an architecture of CONFIGS and return its directory.
 

@@ -1,7 +1,5 @@
 """Sessions on a target worker's scheduler, without a worker around it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An honest completions server with a tiny random language model, quick enough for many audits."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import lru_cache

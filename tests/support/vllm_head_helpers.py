@@ -1,7 +1,5 @@
 """Drafters of every kind for tiny targets, in sizes that vLLM's kernels take (attention heads of 32)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

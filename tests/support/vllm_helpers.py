@@ -1,7 +1,5 @@
 """Sessions whose blocks a scheduler serves directly: vLLM's, or the CPU engine's for comparison."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,9 +1,6 @@
 """Engines that the tests share. Without vLLM, which has an environment of its own, nothing is collected."""
 
-from __future__ import annotations
-
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,7 +55,7 @@ def start_vllm(directory: Path, **options):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def groups() -> Iterator[None]:
+def groups():
     """Keep vLLM's process groups when an engine ends: other engines of the run use them, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
@@ -66,12 +63,12 @@ def groups() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory) -> Path:
+def llama(tmp_path_factory):
     return make_model("llama", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
-def shared(llama) -> Iterator:
+def shared(llama):
     """vLLM's scheduler for the Llama, for the whole run."""
     scheduler = start_vllm(llama)
     yield scheduler
@@ -79,12 +76,12 @@ def shared(llama) -> Iterator:
 
 
 @pytest.fixture(scope="session")
-def qwen3(tmp_path_factory) -> Path:
+def qwen3(tmp_path_factory):
     return make_model("qwen3", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
-def shared_qwen3(qwen3, shared) -> Iterator:
+def shared_qwen3(qwen3, shared):
     """vLLM's scheduler for the Qwen3; it ends before the other one, with which it shares vLLM's globals."""
     scheduler = start_vllm(qwen3)
     yield scheduler
@@ -92,7 +89,7 @@ def shared_qwen3(qwen3, shared) -> Iterator:
 
 
 @pytest.fixture
-def scheduler(shared) -> Iterator:
+def scheduler(shared):
     """The same, without sessions before and after a test."""
     yield shared
     shared.step()
@@ -102,7 +99,7 @@ def scheduler(shared) -> Iterator:
 
 
 @pytest.fixture(scope="session")
-def reference(llama) -> Iterator[TargetScheduler]:
+def reference(llama):
     """The CPU engine with the same model."""
     engine = load_engine(str(llama))
     scheduler = TargetScheduler(engine, LIMITS, Grammars(str(llama), engine.vocab_size))

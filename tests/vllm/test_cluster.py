@@ -1,8 +1,5 @@
 """A whole cluster whose target runs on vLLM, under Ray Serve, with Redis and the public APIs."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
@@ -13,7 +10,7 @@ import pytest
 from gammaray import Client
 from gammaray.demo_pair import resolve_model
 from tests.support.adapter_helpers import make_adapter
-from tests.support.cluster.cluster_helpers import PATIENCE_S, Cluster, eventually, running_cluster
+from tests.support.cluster.cluster_helpers import PATIENCE_S, eventually, running_cluster
 from tests.support.cluster.takeover_helpers import PATIENT
 
 if find_spec("vllm") is None:
@@ -30,7 +27,7 @@ ADAPTER = "tuned"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     adapter = tmp_path_factory.mktemp("adapters") / ADAPTER
     make_adapter(adapter, Path(resolve_model(MODEL, "target")), 0)
     model = ("--target", MODEL, "--lora", f"{ADAPTER}={adapter}")

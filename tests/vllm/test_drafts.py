@@ -1,7 +1,5 @@
 """Proposals of vLLM: those of the CPU engine, and the life of their requests."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 
@@ -40,7 +38,7 @@ DRAWN = SamplingParams(seed=1)
 
 
 @pytest.fixture(scope="module")
-def engine(llama) -> Iterator:
+def engine(llama):
     from services.vllm.engine import EngineOptions, VllmEngine
 
     options = EngineOptions(
@@ -69,26 +67,26 @@ def scheduler_of(engine, llama, ahead_rows: int) -> Iterator:
 
 
 @pytest.fixture
-def ready(engine) -> Iterator:
+def ready(engine):
     """The model, which has no requests in the end."""
     yield engine
     assert engine.stats().num_sessions == 0
 
 
 @pytest.fixture
-def drafts(ready, llama) -> Iterator:
+def drafts(ready, llama):
     """vLLM's scheduler without draft-ahead."""
     yield from scheduler_of(ready, llama, 0)
 
 
 @pytest.fixture
-def ahead(ready, llama) -> Iterator:
+def ahead(ready, llama):
     """The same with draft-ahead of two sessions at a time."""
     yield from scheduler_of(ready, llama, 2)
 
 
 @pytest.fixture(scope="module")
-def cpu_drafts(llama) -> DraftScheduler:
+def cpu_drafts(llama):
     engine = load_engine(str(llama))
     grammars = Grammars(str(llama), engine.vocab_size)
     return DraftScheduler(engine, LIMITS, ahead_rows=0, grammars=grammars, **SHIPPED)

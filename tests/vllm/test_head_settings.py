@@ -1,7 +1,5 @@
 """The setting `head` with vLLM: kinds of drafters, a worker that serves one, and what is refused at start."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -22,17 +20,17 @@ from tests.vllm.conftest import LIMITS
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Path:
+def target(tmp_path_factory):
     return heads.wide_bigram(tmp_path_factory.mktemp("target") / "bigram")
 
 
 @pytest.fixture(scope="module")
-def eagle(target, tmp_path_factory) -> Path:
+def eagle(target, tmp_path_factory):
     """An EAGLE-1 head that predicts it exactly."""
     return heads.bigram_eagle(tmp_path_factory.mktemp("eagle") / "eagle", target)
 
 
-def test_kinds_are_told_apart_by_their_files(target: Path, eagle: Path, tmp_path: Path) -> None:
+def test_kinds_are_told_apart_by_their_files(target, eagle, tmp_path):
     """With the most tokens that each proposes."""
     weights = random_heads(target)
     sizes = {"hidden_size": 32, "vocab_size": 97}
@@ -61,14 +59,14 @@ def test_kinds_are_told_apart_by_their_files(target: Path, eagle: Path, tmp_path
         ('{"speculators_model_type": "dflash", "sample_from_anchor": true}', ["sample_from_anchor"]),
     ],
 )
-def test_other_kinds_are_refused(tmp_path: Path, config: str, words: list[str]) -> None:
+def test_other_kinds_are_refused(tmp_path, config, words):
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(InvalidArgumentError) as caught:
         drafter_config(str(tmp_path))
     assert all(word in str(caught.value) for word in ["head", *words]), caught.value
 
 
-async def test_a_worker_names_its_head_and_verifies_what_it_drafts(target: Path, eagle: Path) -> None:
+async def test_a_worker_names_its_head_and_verifies_what_it_drafts(target, eagle):
     options = {"engine": "vllm", "head": str(eagle), "cache_budget_mb": 8, "max_batch_tokens": 256}
     async with running("target", target, **options) as (link, _):
         assert (await link.info()).head == str(eagle)
@@ -91,7 +89,7 @@ def refusal(target: Path, **settings: object) -> InvalidArgumentError:
     return caught.value
 
 
-def test_a_head_of_another_target_is_refused(target: Path, eagle: Path, tmp_path: Path) -> None:
+def test_a_head_of_another_target_is_refused(target, eagle, tmp_path):
     """By the fingerprint that `gammaray train` stores."""
     shutil.copytree(eagle, tmp_path / "eagle")
     about = {name: {"name": "another", "fingerprint": "0" * 64} for name in ("target", "tokenizer")}
@@ -99,7 +97,7 @@ def test_a_head_of_another_target_is_refused(target: Path, eagle: Path, tmp_path
     assert "it was trained for another" in str(refusal(target, head=str(tmp_path / "eagle")))
 
 
-def test_a_draft_model_with_other_tokens_is_refused(target: Path, tmp_path: Path) -> None:
+def test_a_draft_model_with_other_tokens_is_refused(target, tmp_path):
     shutil.copytree(target, tmp_path / "draft")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "draft")
     tokenizer.add_tokens(["another"])
@@ -107,7 +105,7 @@ def test_a_draft_model_with_other_tokens_is_refused(target: Path, tmp_path: Path
     assert "a drafter with the vocabulary of" in str(refusal(target, head=str(tmp_path / "draft")))
 
 
-def test_a_head_that_does_not_fit_is_refused_with_its_name(target: Path, tmp_path: Path) -> None:
+def test_a_head_that_does_not_fit_is_refused_with_its_name(target, tmp_path):
     """A tensor with another shape than the target's width demands, and layers that a target does not have."""
     head = heads.eagle3(tmp_path / "narrow", target)
     config = json.loads((head / "config.json").read_text())

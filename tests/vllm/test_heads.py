@@ -5,10 +5,8 @@ drafted. With an EAGLE-3 head it has to draft the same tokens, too, with the sam
 serves have to draw the target's tokens where they know its distribution.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,12 +69,12 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Path:
+def target(tmp_path_factory):
     return heads.random_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def engines(request, target, tmp_path_factory) -> Iterator[Pair]:
+def engines(request, target, tmp_path_factory):
     """Both engines with a drafter of one kind."""
     folder, kind = tmp_path_factory.mktemp(request.param), request.param
     if kind == "mtp":
@@ -93,7 +91,7 @@ def engines(request, target, tmp_path_factory) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def pair(engines) -> Iterator[Pair]:
+def pair(engines):
     """The same, without sessions before and after a test."""
     yield engines
     for scheduler in (engines.vllm, engines.own):
@@ -130,7 +128,7 @@ def by_head(depth: int) -> Callable[[Session], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_text_is_that_of_gamma_0_whatever_proposes(pair: Pair, temperature: float) -> None:
+def test_the_text_is_that_of_gamma_0_whatever_proposes(pair, temperature):
     """Blocks of the head in depths from below to above its own, of gamma 0, and proposals from elsewhere."""
     plain = generate(pair.vllm, pair.open(prompts(), temperature), 48)
     sessions, rng = pair.open(prompts(), temperature), random.Random(7)
@@ -152,7 +150,7 @@ def test_the_text_is_that_of_gamma_0_whatever_proposes(pair: Pair, temperature: 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_drafts_are_those_of_the_cpu_engine_with_the_same_head(pair: Pair, temperature: float) -> None:
+def test_the_drafts_are_those_of_the_cpu_engine_with_the_same_head(pair, temperature):
     """And so is the text, of all kinds, also after proposals from elsewhere and blocks of gamma 0.
 
     A drafter with the target's distribution is always right, with the same noise.
@@ -186,7 +184,7 @@ def test_the_drafts_are_those_of_the_cpu_engine_with_the_same_head(pair: Pair, t
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash"])
-def test_a_head_that_knows_the_distribution_draws_the_tokens_of_the_target(kind: str, tmp_path: Path) -> None:
+def test_a_head_that_knows_the_distribution_draws_the_tokens_of_the_target(kind, tmp_path):
     """With the noise of each position: the distribution is the same everywhere, the tokens are not."""
     target = heads.constant_target(tmp_path / "target")
     head = heads.constant_head(kind, tmp_path / "head", target)
@@ -204,7 +202,7 @@ def test_a_head_that_knows_the_distribution_draws_the_tokens_of_the_target(kind:
 
 
 @pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.BLOCK])
-def test_other_methods_take_a_draft_as_certain(pair: Pair, method: VerificationMethod) -> None:
+def test_other_methods_take_a_draft_as_certain(pair, method):
     """The CPU engine gives the same verdict on the same tokens as a proposal without distributions."""
     sessions, twins = (pair.open(prompts(), 1.0, method=method) for _ in range(2))
     cycles = run(pair.vllm, sessions, 30, by_head(DEPTHS.get(pair.kind, 4)))
@@ -219,7 +217,7 @@ def test_other_methods_take_a_draft_as_certain(pair: Pair, method: VerificationM
                 assert again.next_token_id == verdict.next_token_id
 
 
-def test_sessions_that_were_evicted_between_blocks_keep_their_text(pair: Pair) -> None:
+def test_sessions_that_were_evicted_between_blocks_keep_their_text(pair):
     """Twenty sessions take turns in a cache that is too small for them."""
     many, before = prompts(20), pair.vllm.stats().num_evictions
     plain = [generate(pair.own, [one], 12)[0] for one in pair.open(many, 1.0)]
@@ -231,7 +229,7 @@ def test_sessions_that_were_evicted_between_blocks_keep_their_text(pair: Pair) -
     assert pair.vllm.stats().num_evictions > before
 
 
-def test_near_the_end_of_the_context_drafts_do_no_harm(pair: Pair) -> None:
+def test_near_the_end_of_the_context_drafts_do_no_harm(pair):
     """vLLM then proposes zeros for all sessions of the step; the session fills its context exactly."""
     length = pair.vllm.engine.max_context - 24
     both = [[random.Random(5).randrange(97) for _ in range(length)], prompts()[1]]

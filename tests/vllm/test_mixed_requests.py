@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -38,7 +38,7 @@ Block = Callable[[Session], dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=[heads.sharing_eagle3, heads.eagle, heads.itself])
-def served(request, tmp_path_factory) -> Iterator[tuple[Any, dict[int, list[list[int]]]]]:
+def served(request, tmp_path_factory):
     """vLLM's scheduler with a head or a draft model, and what each request of the batches has alone."""
     folder = tmp_path_factory.mktemp("mixed")
     target = heads.random_target(folder / "target")
@@ -101,7 +101,7 @@ def blocks(way: str, expected: Mapping[str, Sequence[int]], rng: random.Random) 
 
 
 @pytest.mark.parametrize("way", ["head", "draft", "either"])
-def test_requests_at_once_have_the_tokens_that_each_has_alone(served: Any, way: str) -> None:
+def test_requests_at_once_have_the_tokens_that_each_has_alone(served, way):
     scheduler, plain = served
     for seed in BATCHES:
         sessions = requests(seed)

@@ -1,7 +1,5 @@
 """What vLLM refuses at start becomes one short line and exit code 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -23,7 +22,7 @@ EOS = (0, 3)
 
 
 @pytest.fixture(scope="module")
-def ranks(llama) -> Iterator:
+def ranks(llama):
     """The scheduler over two ranks."""
     scheduler = start_vllm(llama, tensor_parallel=2)
     yield scheduler
@@ -97,7 +96,7 @@ def test_the_error_of_a_block_comes_back_from_another_process(ranks):
 
 
 @pytest.fixture
-def worker(llama) -> Iterator:
+def worker(llama):
     """A target worker with two ranks, as a process that listens; its ranks."""
     command = [sys.executable, "-m", "services.target_worker", "--model", str(llama), "--engine", "vllm"]
     options = ["--tensor-parallel", "2", "--cache-budget-mb", "16"]

@@ -110,9 +110,7 @@ KINDS = {
     "compressed-tensors w8a8": (
         w8a8,
         compressed(
-            "int-quantized",
-            {**INT8, "strategy": "channel"},
-            {**INT8, "strategy": "token", "dynamic": True},
+            "int-quantized", {**INT8, "strategy": "channel"}, {**INT8, "strategy": "token", "dynamic": True}
         ),
     ),
 }
@@ -123,7 +121,7 @@ TOLERANCE = 0.1
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tmp_path_factory):
     """A Llama whose weights are those of bfloat16."""
     sizes = {"head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
     directory = tiny_model("llama", tmp_path_factory.mktemp("base"), **sizes)

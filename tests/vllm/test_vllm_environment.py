@@ -1,7 +1,5 @@
 """The environment with vLLM is one that the extras of gammaray and the requirements of vLLM allow."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """vLLM's scheduler and masks that take long."""
 
-from __future__ import annotations
-
 from gammaray.errors import CancelledError
 from services.scheduling.tasks import Release
 from tests.support.late_masks import LateMasks, blocked, masked, outcome_of, steps_until

@@ -1,7 +1,5 @@
 """A head on vLLM that learns: what is kept of streams, versions that take over, and no token that changes."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,12 +41,12 @@ NUM_OUTPUTS = 96
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Path:
+def target(tmp_path_factory):
     return heads.wide_bigram(tmp_path_factory.mktemp("target") / "bigram")
 
 
 @pytest.fixture(autouse=True)
-def _often(monkeypatch) -> None:
+def _often(monkeypatch):
     monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.02)
     monkeypatch.setattr("services.learning.versions.trainer_command", lambda *_: None)
     monkeypatch.setattr("services.learning.swapped_head.SPAN_S", 0.1)
@@ -102,9 +100,7 @@ def noisy(folder: Path, head: Path) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_kept_states_and_drafts_of_a_version_are_those_of_the_cpu_engine(
-    ranks, tmp_path, monkeypatch
-) -> None:
+def test_kept_states_and_drafts_of_a_version_are_those_of_the_cpu_engine(ranks, tmp_path, monkeypatch):
     """States of prompts in one and in several chunks, and of text beside rejected proposals, to the end."""
     target = heads.random_target(tmp_path / "target")
     head = new_head(tmp_path / "head", target, NUM_OUTPUTS)
@@ -149,7 +145,7 @@ def last_version(scheduler: Any) -> int:
     return task.proposal.version
 
 
-def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, target) -> None:
+def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, target):
     right = right_head(tmp_path / "right", target, NUM_OUTPUTS)
     wrong = useless(tmp_path / "wrong", right, target)
     folder = LearningFolder(tmp_path / "learn")
@@ -189,7 +185,7 @@ def serve_one(scheduler: Any) -> None:
     end(run, forgets=True)
 
 
-def test_tenants_are_not_learnt_from(tmp_path, target) -> None:
+def test_tenants_are_not_learnt_from(tmp_path, target):
     """Their sessions would draft with what was trained on another tenant's."""
     folder = LearningFolder(tmp_path / "learn")
     folder.consent("acme", "own")
@@ -203,7 +199,7 @@ def test_tenants_are_not_learnt_from(tmp_path, target) -> None:
     assert not list(folder.path.glob("tenant-*"))
 
 
-def test_heads_that_cannot_learn_are_refused(tmp_path, target) -> None:
+def test_heads_that_cannot_learn_are_refused(tmp_path, target):
     foreign = bigram_head(tmp_path / "foreign", target)
     whole = right_head(tmp_path / "whole", target)
     for head, words in ((foreign, "no head of gammaray train"), (whole, "no reduced vocabulary")):

@@ -3,8 +3,6 @@
 They have the same shapes: vLLM's CPU build keeps oneDNN's primitives for each number of rows that a step had.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import random

@@ -1,7 +1,5 @@
 """A clock for the redis-servers of a test, which the test sets."""
 
-from __future__ import annotations
-
 import mmap
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """A real Redis for a test module, and a way to it that fails as tests need it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """A replica's loggers write to Serve's log of the replica."""
 
-from __future__ import annotations
-
 import logging
 
 from gammaray.deploy.serve_config import log_with_serve

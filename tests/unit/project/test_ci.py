@@ -1,7 +1,5 @@
 """CI begins as on a bare machine, and tests send Ctrl-C to programs wherever they run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

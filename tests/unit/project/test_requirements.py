@@ -1,7 +1,5 @@
 """The extras resolve to wheels on every Python and platform that the documentation names; metadata only."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -41,7 +39,7 @@ def resolved(python: str, platform: str, *arguments: str, given: str | None = No
 
 
 @pytest.fixture(scope="module", autouse=True)
-def index() -> None:
+def index():
     """Skip without a package index."""
     try:
         resolved(PYTHONS[0], PLATFORMS[0], "--no-cache", given="click")

@@ -1,7 +1,5 @@
 """The cycle over fakes: all, none, some, empty; cuts at every index; drafters that fail or lie."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Running ahead by one cycle: stored before it is seen, in order, nothing lost when something fails."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing
 

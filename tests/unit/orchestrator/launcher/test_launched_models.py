@@ -1,7 +1,5 @@
 """What the launcher checks and says about models: vocabularies, and targets without a draft model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

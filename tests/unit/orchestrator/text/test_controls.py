@@ -1,7 +1,5 @@
 """Text of messages and tools that spells control tokens is encoded as text; the template's own are tokens."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -79,7 +77,7 @@ def saved(folder, tokenizer: FastTokenizer) -> Tokenizer:
 
 
 @pytest.fixture(scope="module", params=[byte_level, sentencepiece, unigram])
-def tokenizer(request, tmp_path_factory) -> Tokenizer:
+def tokenizer(request, tmp_path_factory):
     return saved(tmp_path_factory.mktemp("model"), request.param())
 
 

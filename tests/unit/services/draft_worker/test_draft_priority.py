@@ -1,7 +1,5 @@
 """Idle priority is used only if it can be reverted, and ends when a request arrives."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

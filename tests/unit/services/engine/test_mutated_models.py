@@ -3,8 +3,6 @@
 A kernel that crashes ends pytest itself, with the last copy in the captured output.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Which engine a worker gets."""
 
-from __future__ import annotations
-
 import pytest
 
 from gammaray import engines
@@ -12,7 +10,7 @@ from services.engines.choice import choose, choose_for_draft
 
 
 @pytest.fixture(params=[True, False], ids=["vllm", "no vllm"])
-def has_vllm(request, monkeypatch) -> bool:
+def has_vllm(request, monkeypatch):
     """Pretend that there is a GPU, and vLLM's build for it or none."""
     monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(engines, "vllm_build", lambda: ("0.32.0", "cuda") if request.param else ("", ""))
@@ -40,10 +38,7 @@ def test_auto_is_not_a_vllm_that_is_built_for_cpus(monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "field"),
-    [
-        ({"head": "h", "draft_weights": "int8"}, "draft_weights"),
-        ({"deterministic": True}, "deterministic"),
-    ],
+    [({"head": "h", "draft_weights": "int8"}, "draft_weights"), ({"deterministic": True}, "deterministic")],
 )
 def test_auto_is_another_engine_for_what_vllm_does_not_serve(has_vllm, caplog, given, field):
     assert chosen(**given) == "native"

@@ -1,7 +1,5 @@
 """Heads of the published formats give the logits of their own library, or are refused with the reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

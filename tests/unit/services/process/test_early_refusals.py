@@ -1,7 +1,5 @@
 """What settings, configurations and tokenizers rule out is refused before weights are read."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -23,7 +21,7 @@ REDIS = "redis://127.0.0.1:1/0"
 
 
 @pytest.fixture
-def damaged(tmp_path) -> Path:
+def damaged(tmp_path):
     """A model whose weights are no numbers: a worker that reads them says so."""
     folder = Path(shutil.copytree(resolve_model("demo", "target"), tmp_path / "damaged"))
     weights = load_file(folder / "model.safetensors")

@@ -1,7 +1,5 @@
 """A head in the target worker: draft-ahead changes nothing but times; it reads the newest positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,12 +9,12 @@ from gammaray.config import TargetSettings
 from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
+from services.own import head_loading
 from services.own.head_loading import load_local_drafter
 from services.own.target_scheduler import TargetScheduler
 from services.scheduling.planning import Limits
 from services.speculation.head_drafter import MAX_FEATURES
 from services.speculation.local_drafter import LocalDrafter
-from services.target_worker import loading
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import DATA, bigram_head, bigram_target
 from tests.support.target_helpers import Run
@@ -167,7 +165,7 @@ def reading(engine, monkeypatch):
 @pytest.fixture
 def of_window(monkeypatch):
     """Return a function that bounds what heads read of a prompt."""
-    return lambda window: monkeypatch.setattr(loading, "MAX_FEATURES", window)
+    return lambda window: monkeypatch.setattr(head_loading, "MAX_FEATURES", window)
 
 
 @pytest.mark.parametrize("window", [MAX_FEATURES, 32, 100])

@@ -1,7 +1,5 @@
 """The CPU engine's scheduler and masks that take long: as with any engine, and for trees and heads."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

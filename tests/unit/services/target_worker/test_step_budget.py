@@ -1,7 +1,5 @@
 """Steps of a target worker that serves many sessions: bounded, fair to small blocks, the same tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from gammaray.blocks import Shape, Verdict

@@ -14,12 +14,12 @@ HEAD = Path(__file__).parents[4] / "benchmarks/heads/smollm2"
 
 
 @pytest.fixture
-def target() -> str:
+def target():
     return resolve_model("demo", "target", "model")
 
 
 @pytest.fixture
-def draft() -> str:
+def draft():
     return resolve_model("demo", "draft", "model")
 
 

@@ -1,7 +1,5 @@
 """Each field of all bodies: a wrong type is an error that names it in JSON's words; its default is taken."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

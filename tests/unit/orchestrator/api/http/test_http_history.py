@@ -1,7 +1,5 @@
 """Conversations that clients send back: whatever the server has sent is taken, and every role renders."""
 
-from __future__ import annotations
-
 import json
 import random
 

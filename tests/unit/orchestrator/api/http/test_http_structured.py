@@ -1,7 +1,5 @@
 """`response_format` and `structured_outputs`: the grammars that they become, and errors that name them."""
 
-from __future__ import annotations
-
 import json
 import time
 
@@ -32,10 +30,7 @@ def outputs(**fields):
     return {"structured_outputs": fields}
 
 
-OTHERS_OF_VLLM = {
-    **dict.fromkeys(("json", "choice", "grammar")),
-    "json_object": False,
-}
+OTHERS_OF_VLLM = {**dict.fromkeys(("json", "choice", "grammar")), "json_object": False}
 FORMS = {
     "text": ({"response_format": {"type": "text"}}, ""),
     "object": ({"response_format": {"type": "json_object"}}, OBJECT),
@@ -102,21 +97,13 @@ WRONG = {
     "schema of a bad name": (schema_with(name="a b", schema=SCHEMA), f"{FORMAT}.json_schema.name", True),
     "schema without schema": (schema_with(name="a"), f"{FORMAT}.json_schema.schema", True),
     "schema with more": (schema_with(**NAMED, examples=[]), f"{FORMAT}.json_schema.examples", True),
-    "schema too large": (
-        schema_with(name="a", schema={"enum": ["x" * 2**18]}),
-        FORMAT,
-        False,
-    ),
+    "schema too large": (schema_with(name="a", schema={"enum": ["x" * 2**18]}), FORMAT, False),
     "schema too deep": (
         schema_with(name="a", schema=json.loads('{"items":' * 150 + "{}" + "}" * 150)),
         f"{FORMAT}.json_schema.schema",
         False,
     ),
-    "both": (
-        {FORMAT: {"type": "json_object"}, OUTPUTS: {"json_object": True}},
-        FORMAT,
-        False,
-    ),
+    "both": ({FORMAT: {"type": "json_object"}, OUTPUTS: {"json_object": True}}, FORMAT, False),
     "outputs empty": (outputs(), OUTPUTS, True),
     "outputs of nulls": (outputs(json=None, regex=None), OUTPUTS, True),
     "outputs without an object": (outputs(json_object=False), OUTPUTS, True),

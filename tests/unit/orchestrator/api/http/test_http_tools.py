@@ -1,7 +1,5 @@
 """Tool calls in chats over a scripted orchestrator: requests, whole and streamed responses, resuming."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

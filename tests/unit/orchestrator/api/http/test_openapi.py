@@ -1,7 +1,5 @@
 """The OpenAPI document says what the HTTP API does: its paths, the edges of its fields, its answers."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -136,10 +134,7 @@ async def test_responses_match_the_document(path, right):
 async def test_events_match_the_document(path, tells_tokens):
     with_logprobs = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 2}
     names = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-    options = {
-        "stream_options": dict.fromkeys(names, True),
-        "gammaray": {"stream_tokens": tells_tokens},
-    }
+    options = {"stream_options": dict.fromkeys(names, True), "gammaray": {"stream_tokens": tells_tokens}}
     found = await events(ScriptedBackend(), path, **BODIES[path], **with_logprobs, **options)
     answered = document()["paths"][path]["post"]["responses"]["200"]["content"]
     data = answered["text/event-stream"]["schema"]["properties"]["data"]

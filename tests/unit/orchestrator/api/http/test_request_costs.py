@@ -1,7 +1,5 @@
 """Cost of any request: the event loop's time, and memory."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
@@ -45,10 +43,7 @@ class DemoBackend(ScriptedBackend):
 
     async def check(self, request):
         await check_request(
-            request,
-            model_name=self.model_name,
-            vocab_size=self.vocab_size,
-            max_context=self.max_context,
+            request, model_name=self.model_name, vocab_size=self.vocab_size, max_context=self.max_context
         )
 
 
@@ -120,10 +115,7 @@ BODIES = {
         lambda: numbered(PROMPT + b'"logit_bias":{', b'"%07d":1', b"}}"),
         "logit_bias: got {'0000000': 1, ",
     ),
-    "unknown fields": (
-        lambda: numbered(PROMPT, b'"%07d":0', b"}"),
-        f"0000000: got 0, allowed: {NO_FIELD}",
-    ),
+    "unknown fields": (lambda: numbered(PROMPT, b'"%07d":0', b"}"), f"0000000: got 0, allowed: {NO_FIELD}"),
     "unknown field of a long name": (
         lambda: PROMPT + b'"' + b"k" * (MAX_BODY_BYTES - 40) + b'":1}',
         "k" * 80 + "... (8388568 characters): got 1, allowed: " + NO_FIELD,
@@ -132,10 +124,7 @@ BODIES = {
         lambda: filled(PROMPT + b'"temperature":[', b"1", b"]}"),
         "temperature: got [1, 1, ",
     ),
-    "prompt of zeros": (
-        lambda: filled(b'{"prompt":[', b"0", b"]}"),
-        "prompt: got [0, 0, ",
-    ),
+    "prompt of zeros": (lambda: filled(b'{"prompt":[', b"0", b"]}"), "prompt: got [0, 0, "),
     "prompt of lists": (lambda: filled(b'{"prompt":[', b"[]", b"]}"), "prompt: got [[], [], "),
     "prompt of characters": (
         lambda: b'{"prompt":"' + b"a" * (MAX_BODY_BYTES - 20) + b'"}',
@@ -268,8 +257,7 @@ async def test_long_prompt_of_many_choices_is_tokenised_off_the_loop(backend, te
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("offset", "ended"),
-    [(0, FinishReason.LENGTH), (0, None), (20_000, None), (40_000, FinishReason.LENGTH)],
+    ("offset", "ended"), [(0, FinishReason.LENGTH), (0, None), (20_000, None), (40_000, FinishReason.LENGTH)]
 )
 async def test_replay_uses_bounded_loop_time(backend, offset, ended):
     request = GenerationRequest(prompt=(1, 2), sampling=SamplingParams(seed=1), stop=("no such text",))

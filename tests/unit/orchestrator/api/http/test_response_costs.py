@@ -1,7 +1,5 @@
 """Cost of any response: the event loop's time, encodings of log-probabilities, and memory."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tracemalloc

@@ -1,12 +1,8 @@
 """The kernel on several threads: the same bits on any number, asleep or busy, for one caller or several."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +23,7 @@ from tests.support.engine_helpers import random_tokens, tiny_model
 
 
 @pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
+def one_thread_afterwards():
     yield
     use_threads(1)
 
@@ -48,7 +44,7 @@ def assert_equal(made: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("variant", usable_variants())
-def test_bits_do_not_depend_on_the_number_of_threads(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads(variant, monkeypatch):
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     engine = load_engine(resolve_model("demo", "draft"))
     alone = logits(engine)
@@ -59,7 +55,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(variant: str, monkeypatch: 
 
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_products_do_not_depend_on_the_number_of_threads(variant: str, kind: str) -> None:
+def test_products_do_not_depend_on_the_number_of_threads(variant, kind):
     """More threads than panels, and panels that do not divide evenly."""
     library = open_kernel(variant).library
     assert library is not None
@@ -70,7 +66,7 @@ def test_products_do_not_depend_on_the_number_of_threads(variant: str, kind: str
     assert (made == made[0]).all()
 
 
-def test_callers_at_the_same_time_get_their_own_results(tmp_path: Path) -> None:
+def test_callers_at_the_same_time_get_their_own_results(tmp_path):
     """A caller computes alone during the task of another caller; each gets the results of its own input."""
     engines = [load_engine(str(tiny_model("qwen3", tmp_path / str(n), seed=n))) for n in range(3)]
 
@@ -111,7 +107,7 @@ for pause in (0.0, 0.2):  # the second one is longer than a thread spins
 
 
 @pytest.mark.slow
-def test_as_many_threads_compute_and_are_woken_after_a_pause(tmp_path: Path) -> None:
+def test_as_many_threads_compute_and_are_woken_after_a_pause(tmp_path):
     """In a process without other busy threads."""
     directory = str(tiny_model("llama", tmp_path))
     command = [sys.executable, "-c", _USES_THREADS, directory]
@@ -119,7 +115,7 @@ def test_as_many_threads_compute_and_are_woken_after_a_pause(tmp_path: Path) -> 
     assert done.stdout.split() == ["4", "4"]
 
 
-def test_target_that_torch_computes_keeps_its_threads_beside_a_draft_model(tmp_path: Path) -> None:
+def test_target_that_torch_computes_keeps_its_threads_beside_a_draft_model(tmp_path):
     target, draft = (str(tiny_model(arch, tmp_path)) for arch in ("gpt2", "llama"))
     settings = TargetSettings(model=target, head=draft, threads=2)
     engine = load_engine(target, threads=2)

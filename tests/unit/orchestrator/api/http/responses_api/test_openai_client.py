@@ -1,7 +1,5 @@
 """The official openai client, unmodified, over a scripted orchestrator."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 from pydantic import BaseModel

@@ -1,7 +1,5 @@
 """Requests for responses that are refused, each with the field that is wrong."""
 
-from __future__ import annotations
-
 import json
 import time
 

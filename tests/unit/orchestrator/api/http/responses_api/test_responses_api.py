@@ -1,7 +1,5 @@
 """POST /v1/responses over a scripted orchestrator: what reaches the orchestrator, and what comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """Stored responses over a scripted orchestrator: who finds them, their input, and their end."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Chat formats recognised from templates, and conversations with tools as the templates render them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

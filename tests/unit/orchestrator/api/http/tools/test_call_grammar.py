@@ -1,7 +1,5 @@
 """Grammars of forced calls, compiled for the demo model's tokenizer with the markers of the families."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The parser of tool calls: what is a call, and that no split of the text changes it."""
 
-from __future__ import annotations
-
 import json
 import random
 import time
@@ -68,12 +66,7 @@ CASES = {
         "",
         [("c0", "f", '{"a": "b', False)],
     ),
-    "hermes cut before arguments": (
-        HERMES,
-        '<tool_call>{"name": "f", "argum',
-        "",
-        [("c0", "f", "", False)],
-    ),
+    "hermes cut before arguments": (HERMES, '<tool_call>{"name": "f", "argum', "", [("c0", "f", "", False)]),
     "hermes arguments that are no JSON": (
         HERMES,
         '<tool_call>{"name": "f", "arguments": {x}}</tool_call>x',

@@ -1,7 +1,5 @@
 """Calls read from chunks: with markers that are special tokens, and after a resumption."""
 
-from __future__ import annotations
-
 import functools
 import random
 

@@ -1,7 +1,5 @@
 """A tool's schema that cannot be followed: the error names the tool, and the place in its schema."""
 
-from __future__ import annotations
-
 import pytest
 
 from gammaray.demo_pair import resolve_model
@@ -31,7 +29,7 @@ PLACES = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return Tokenizer(resolve_model("demo"))
 
 

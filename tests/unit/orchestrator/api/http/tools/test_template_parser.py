@@ -1,7 +1,5 @@
 """Calls in forms that only a response template of transformers describes."""
 
-from __future__ import annotations
-
 import random
 from functools import reduce
 
