@@ -203,6 +203,9 @@ class ScriptedBackend:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def min_tokens(self, text: str) -> int:
+        return 0
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(f"<{token_id}>" for token_id in token_ids if not self.is_special(token_id))
 

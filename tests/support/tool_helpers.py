@@ -1,6 +1,7 @@
 """Tools and chat templates for tests of tool calls."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from orchestrator.api.http.tools.parser import (
     PlainText,
 )
 from orchestrator.text.chat import ChatFormat, chat_format, render
+from orchestrator.text.controls import ChatPrompt, Encoder
 
 WEATHER = {
     "type": "object",
@@ -186,6 +188,13 @@ class TemplateModel:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
         return render(self.tokenizer, messages, tools, self.chat_format.roles)
+
+    def encode_marked(self, prompt: ChatPrompt) -> tuple[int, ...]:
+        return tuple(self._encoder.backend.encode(self._encoder.named(prompt)).ids)
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return self.chat_format.controls.encoder(self.tokenizer.backend_tokenizer)
 
 
 class Follower:

@@ -54,7 +54,7 @@ def example(schema: Any) -> Any:
     if "const" in schema or "enum" in schema:
         return schema.get("const", schema.get("enum", [None])[0])
     match schema.get("type"):
-        case "object":
+        case "object" | ["object", *_]:
             names = {
                 *schema.get("required", ()),
                 *({"role", "content"} & schema.get("properties", {}).keys()),
@@ -76,12 +76,25 @@ def with_value(schema: Any, path: tuple[str | int, ...], value: Any) -> Any:
         return value
     step, *rest = path
     for inner in alternatives(schema):
-        if isinstance(step, int) and inner.get("type") == "array":
+        if isinstance(step, int) and inner.get("type") == "array" and has_place(inner["items"], tuple(rest)):
             return [with_value(inner["items"], tuple(rest), value)]
         if step in inner.get("properties", {}):
-            around = example(inner) if inner.get("type") == "object" else {}
+            # With `oneOf` the field itself is one of those of which exactly one has to be given.
+            around = example(inner) if inner.get("type") == "object" and "oneOf" not in inner else {}
+            around |= case_of(inner)
             return {**around, step: with_value(inner["properties"][step], tuple(rest), value)}
     raise AssertionError(path)
+
+
+def case_of(schema: Any) -> dict[str, Any]:
+    """Return the fields of the case that a schema tells apart: outside it others are ignored or refused."""
+    case, own = schema.get("if", {}).get("properties", {}), schema.get("properties", {})
+    required = schema.get("then", {}).get("required", ())
+    return {name: example(own[name]) for name in required} | {name: of["const"] for name, of in case.items()}
+
+
+def has_place(schema: Any, path: tuple[str | int, ...]) -> bool:
+    return not path or path in fields(schema)
 
 
 def alternatives(schema: Any) -> Iterator[Any]:

@@ -50,7 +50,7 @@ class Backend(ScriptedBackend):
 
     def __init__(self, model: TemplateModel, **options) -> None:
         super().__init__(chat_format=model.chat_format, **options)
-        self.render_chat = model.render_chat
+        self.render_chat, self.encode_marked = model.render_chat, model.encode_marked
 
 
 async def prompt_of(model, messages, **body):
