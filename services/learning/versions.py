@@ -155,18 +155,14 @@ class Versions(Generic[T]):
                 number = arms.candidate
         return number, arms.versions[number]
 
-    def record(self, session: SessionCopy, drafting: Drafting[T] | None = None) -> None:
-        """Keep an ended session's stream if its tenant agreed throughout; without a drafting only tokens."""
-        spec, tenant = session.spec, _tenant_of(session.session_id)
-        buffer = None if drafting is None else drafting.buffer
-        drafting = drafting or self.begin(session.session_id, len(session.tokens))
-        if drafting.name is None or spec.no_learning or spec.adapter:  # an adapter makes another target
-            return
-        if buffer is not None and not buffer.parts:
-            return
-        records = self._folder.store(drafting.name).path / "records"
-        is_allowed = partial(self._folder.covers, tenant, drafting.consent)
-        self._recorder.record(records, tenant, session, buffer, is_allowed)
+    def record(self, session: SessionCopy, drafting: Drafting[T]) -> None:
+        """Keep an ended session's stream if its tenant agreed throughout."""
+        spec, tenant, name = session.spec, _tenant_of(session.session_id), drafting.name
+        # An adapter makes another target.
+        if name is not None and drafting.buffer.parts and not (spec.no_learning or spec.adapter):
+            records = self._folder.store(name).path / "records"
+            is_allowed = partial(self._folder.covers, tenant, drafting.consent)
+            self._recorder.record(records, tenant, session, drafting.buffer, is_allowed)
 
     def forget(self, session_id: str) -> None:
         """Delete what was recorded of a session."""
@@ -250,13 +246,12 @@ class Versions(Generic[T]):
         if arms is not None and found.candidate is not None and found.candidate == arms.candidate:
             decision, evidence = arms.canary.decide(), str(arms.canary)
             if decision is Decision.PROMOTE:
-                _log.info("version %s of %s is promoted; %s", found.candidate, store.path.name, evidence)
                 store.promote(found.candidate)
             elif decision is Decision.ROLL_BACK:
-                _log.warning(
-                    "version %s of %s is rolled back; %s", found.candidate, store.path.name, evidence
-                )
                 store.roll_back(found.candidate, evidence)
+            if decision is not Decision.WAIT:
+                name, number = store.path.name, found.candidate
+                _log.info("version %d of %s: %s; %s", number, name, decision.value, evidence)
             found = store.read()
         if arms is not None and (arms.stable, arms.candidate) == (found.stable, found.candidate):
             return
