@@ -139,7 +139,7 @@ class Versions(Generic[T]):
         name = None if consents is None else consents.drafter_of(tenant)
         consent = None if consents is None else consents.number_of(tenant)
         if name is not None:
-            self._served[name] = time.monotonic()
+            self._served[name] = time.monotonic() // _CALM_S
         number, version = self.choose(name, (session_id, num_tokens // SPAN))
         return Drafting(name, number, version, consent, name is not None)
 
@@ -217,16 +217,14 @@ class Versions(Generic[T]):
         if is_new or look % _LOOKS_PER_TRIM == 0:
             self._clean(stores, consents)
         # Nothing that rests on consents that cannot be read drafts.
-        followed = [] if consents is None else sorted(stores, key=self._rank)[:MAX_DRAFTERS]
+        recent = sorted(stores, key=lambda name: (-self._served.get(name, 0), name not in self._arms))
+        followed = [] if consents is None else recent[:MAX_DRAFTERS]
         self._arms = {name: arms for name, arms in self._arms.items() if name in followed}
         for name in followed:
             with self._reported(f"drafter {name}"):
                 self._follow(stores[name])
         if is_new and consents is not None and not consents.pending:
             self._recorder.then(partial(self._confirmation.confirm, consents.generation))
-
-    def _rank(self, name: str) -> tuple[float, bool, str]:
-        return -(self._served.get(name, 0) // _CALM_S), name not in self._arms, name
 
     def _clean(self, stores: Mapping[str, DrafterStore], consents: Consents | None) -> None:
         """Complete deletions, and delete what is too old or too much; without consents nothing else."""
