@@ -28,7 +28,7 @@ class Consents(BaseModel):
     Args:
         tenants: Which drafter the streams of each train; the tenant "" of clusters without API keys always
             agrees.
-        numbers: Generation at which each consent began, if not 0.
+        numbers: Generation at which each tenant withdrew last, which is the number of its next consent.
         generation: Number of withdrawals so far.
         pending: Tenants that withdrew and whose data are not all deleted yet.
     """
@@ -65,19 +65,16 @@ class Consents(BaseModel):
         return all(self.number_of(tenant) == number for tenant, number in noted.items())
 
     def with_tenant(self, tenant: str, to: Consent) -> Consents:
-        numbers = self.numbers if tenant in self.tenants else {**self.numbers, tenant: self.generation}
-        return self.model_copy(update={"tenants": {**self.tenants, tenant: to}, "numbers": numbers})
+        return self.model_copy(update={"tenants": {**self.tenants, tenant: to}})
 
     def without(self, tenant: str) -> Consents:
         """Return these with a consent withdrawn, and the deletions pending; that of "" begins anew."""
-        tenants, numbers = dict(self.tenants), dict(self.numbers)
-        tenants.pop(tenant, None)
-        numbers.pop(tenant, None)
-        generation = self.generation + 1
-        if not tenant:
-            numbers[tenant] = generation
-        pending = tuple(sorted({*self.pending, tenant}))
-        return Consents(tenants=tenants, numbers=numbers, generation=generation, pending=pending)
+        return Consents(
+            tenants={name: to for name, to in self.tenants.items() if name != tenant},
+            numbers={**self.numbers, tenant: self.generation + 1},
+            generation=self.generation + 1,
+            pending=tuple(sorted({*self.pending, tenant})),
+        )
 
 
 class Confirmation:

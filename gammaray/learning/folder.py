@@ -18,8 +18,10 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -35,7 +37,7 @@ ANCESTORS, FORMER, LISTED = 3, 3, 20
 """Versions that `rollback` reaches one after another, other ended ones whose weights are kept, and the newest
 that are listed."""
 
-TENANTS_FILE, NOTES_FILE = "tenants.json", "training.json"
+TENANTS_FILE, NOTES_FILE, LOCK_FILE = "tenants.json", "training.json", "trainer.lock"
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -45,6 +47,10 @@ Status = Literal["candidate", "stable", "former", "rolled back", "deleted", "ret
 def _numbered(tenants: Any) -> Any:
     """Versions of gammaray 0.2 name tenants only."""
     return tenants if isinstance(tenants, dict) else dict.fromkeys(tenants, 0)
+
+
+def _is_drafter(name: str) -> bool:
+    return name in (OPEN, SHARED) or (name.startswith(TENANT) and is_tenant(name.removeprefix(TENANT)))
 
 
 class RecordName(NamedTuple):
@@ -88,25 +94,16 @@ class Stream(NamedTuple):
 
 def stored_streams(records: Path) -> Iterator[Stream]:
     """Yield the files of a folder in any order; none if there is no such folder."""
-    try:
-        entries = os.scandir(records)
-    except FileNotFoundError:
-        return
-    with entries:
+    with suppress(FileNotFoundError), os.scandir(records) as entries:
         for entry in entries:
-            try:
-                if entry.is_dir(follow_symlinks=False):
-                    continue
+            path, name = Path(entry.path), None
+            with suppress(FileNotFoundError):  # deleted meanwhile
                 found = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:  # deleted meanwhile
-                continue
-            path = Path(entry.path)
-            try:
-                name = RecordName.parse(path)
-                at = min(found.st_mtime, name.written_at / 1e9)
-            except ValueError:
-                name, at = None, found.st_mtime
-            yield Stream(path, found.st_size, at, name)
+                with suppress(ValueError):
+                    name = RecordName.parse(path)
+                at = min(found.st_mtime, name.written_at / 1e9) if name else found.st_mtime
+                if not stat.S_ISDIR(found.st_mode):
+                    yield Stream(path, found.st_size, at, name)
 
 
 class Version(BaseModel):
@@ -305,10 +302,7 @@ class DrafterStore:
     def clean(self, consents: Consents, *, unpublished: bool = False) -> list[int]:
         """Retire versions whose consents were withdrawn, and delete all weights that no version needs.
 
-        Args:
-            unpublished: Whether weights that are being written are deleted, too.
-
-        Returns the numbers of the versions that were retired.
+        With `unpublished` also those that are being written. Returns the numbers of the retired versions.
         """
         retired: list[int] = []
 
@@ -373,9 +367,7 @@ class LearningFolder:
 
     @staticmethod
     def _is_own(name: str) -> bool:
-        return name in (TENANTS_FILE, NOTES_FILE, "trainer.lock", "workers", OPEN, SHARED) or (
-            name.startswith(TENANT)
-        )
+        return name in (TENANTS_FILE, NOTES_FILE, LOCK_FILE, "workers") or _is_drafter(name)
 
     def read(self) -> Consents:
         """Return the consents; FailedPreconditionError if the file cannot be read: there are none then."""
@@ -387,10 +379,6 @@ class LearningFolder:
             return number is not None and self.read().covers({tenant: number})
         except FailedPreconditionError:
             return False
-
-    def consents(self) -> dict[str, Consent]:
-        """Return which drafter the streams of each tenant train; of others nothing is kept."""
-        return self.read().tenants
 
     def consent(self, tenant: str, to: Consent) -> None:
         """Note that a tenant's streams may be kept and learnt from."""
@@ -418,13 +406,8 @@ class LearningFolder:
                         stream.path.unlink(missing_ok=True)
                 retired[store.path.name] = store.clean(consents, unpublished=True)
         if consents.pending:
-            self._change_consents(
-                lambda found: (
-                    found.model_copy(update={"pending": ()})
-                    if found.generation == consents.generation
-                    else found
-                )
-            )
+            done = consents.model_copy(update={"pending": ()})
+            self._change_consents(lambda found: done if found == consents else found)
         return {name: numbers for name, numbers in retired.items() if numbers}
 
     def confirmations(self, wait_s: float) -> dict[str, bool]:
@@ -442,34 +425,23 @@ class LearningFolder:
 
     def progress(self) -> dict[str, dict[str, int | str]]:
         """Return the streams and tokens of each drafter, and what the training process says of it."""
-        names = {*self.read().drafters(), *(store.path.name for store in self.stores())} - {OPEN}
-        if (self.path / OPEN).is_dir() or not names:
-            names.add(OPEN)
-        notes = self._notes()
+        notes: dict[str, str] = {}
+        otherwise = "no process trains: no worker is at work, or its log says why"
+        with suppress(FileNotFoundError), (self.path / LOCK_FILE).open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                otherwise = "waits for streams"
+                notes = json.loads((self.path / NOTES_FILE).read_bytes())
         found: dict[str, dict[str, int | str]] = {}
-        for name in sorted(names):
-            kept = [one.name for one in stored_streams(self.path / name / "records") if one.name]
-            tokens, training = sum(one.num_answer for one in kept), "no streams yet" if not kept else "waits"
-            if notes is None:
-                training = "no process trains: no worker is at work, or its log says why"
+        for name in {*self.read().drafters(), *(store.path.name for store in self.stores())}:
+            kept = [one.name.num_answer for one in stored_streams(self.path / name / "records") if one.name]
             found[name] = {
                 "streams": len(kept),
-                "tokens": tokens,
-                "training": (notes or {}).get(name, training),
+                "tokens": sum(kept),
+                "training": notes.get(name, otherwise),
             }
-        return found
-
-    def _notes(self) -> dict[str, str] | None:
-        """Return what the training process says of each drafter; None if none is at work."""
-        try:
-            with (self.path / "trainer.lock").open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return None
-        except BlockingIOError:
-            path = self.path / NOTES_FILE
-            return dict(json.loads(path.read_bytes())) if path.exists() else {}
-        except FileNotFoundError:
-            return None
+        return dict(sorted(found.items()))
 
     def stores_of(self, tenant: str) -> list[DrafterStore]:
         """Return the drafters that may hold data of a tenant."""
@@ -478,16 +450,14 @@ class LearningFolder:
 
     def store(self, name: str) -> DrafterStore:
         """Return the versions of a drafter; InvalidArgumentError if the name is none's."""
-        if name not in (OPEN, SHARED) and not (
-            name.startswith(TENANT) and is_tenant(name.removeprefix(TENANT))
-        ):
+        if not _is_drafter(name):
             raise InvalidArgumentError("drafter", name, f"{OPEN}, {SHARED} or {TENANT}NAME")
         return DrafterStore(self.path / name)
 
     def stores(self) -> Iterator[DrafterStore]:
         """Yield the drafters that have a folder."""
         for path in sorted(self.path.glob("*")):
-            if path.is_dir() and (path.name in (OPEN, SHARED) or path.name.startswith(TENANT)):
+            if path.is_dir() and _is_drafter(path.name):
                 yield DrafterStore(path)
 
     def _change_consents(self, change: Callable[[Consents], Consents]) -> None:

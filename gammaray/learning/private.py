@@ -17,7 +17,9 @@ def make_folder(path: Path) -> Path:
         make_folder(path.parent)
         with suppress(FileExistsError):
             path.mkdir(_FOLDER)
-            give_to_owner(path)
+            if os.geteuid() == 0:
+                owner = path.parent.stat()
+                os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
     return path
 
 
@@ -26,13 +28,6 @@ def open_file(path: Path) -> BinaryIO:
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _FILE), "r+b")
     _claim(file.fileno(), _FILE, path.parent.stat())
     return file
-
-
-def give_to_owner(path: Path) -> None:
-    """Give what root has made to the owner of the folder that holds it."""
-    if os.geteuid() == 0:
-        owner = path.parent.stat()
-        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def secure(top: Path) -> None:
@@ -48,14 +43,11 @@ def secure(top: Path) -> None:
     for _, _, names, folder in os.fwalk(top, onerror=_fail):
         _claim(folder, _FOLDER, owner)
         for name in names:
-            if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-                continue
             with suppress(FileNotFoundError):  # deleted meanwhile
-                file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-                try:
-                    _claim(file, _FILE, owner)
-                finally:
-                    os.close(file)
+                if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+                    with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
+                        _claim(file.fileno(), _FILE, owner)
 
 
 def _claim(handle: int, mode: int, owner: os.stat_result) -> None:

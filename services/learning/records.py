@@ -12,16 +12,14 @@ from __future__ import annotations
 import hashlib
 import heapq
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -116,7 +114,7 @@ class Recorder:
         folder: Path,
         tenant: str,
         session: SessionCopy,
-        buffer: Buffer | None = None,
+        buffer: Buffer,
         is_allowed: Callable[[], bool] = lambda: True,
     ) -> None:
         """Write an ended session's stream, with its states, unless too many wait for the disk.
@@ -156,25 +154,16 @@ class Recorder:
                 _log.exception("a stream cannot be kept")
 
     def _write(
-        self,
-        folder: Path,
-        tenant: str,
-        session: SessionCopy,
-        buffer: Buffer | None,
-        is_allowed: Callable[[], bool] = lambda: True,
+        self, folder: Path, tenant: str, session: SessionCopy, buffer: Buffer, is_allowed: Callable[[], bool]
     ) -> None:
-        start, states = (0, None) if buffer is None else buffer.states()
+        start, states = buffer.states()
         # Each state predicts the token after it; that of the last token, if it is there, predicts none.
-        last = len(session.tokens) - 1
-        end = last if states is None else min(last, start + len(states))
+        end = min(len(session.tokens) - 1, start + len(states))
         first = max(start, end - MAX_POSITIONS)
         tokens = session.tokens[first : end + 1]
         num_prompt = max(1, session.spec.prompt_length - first)
         if (num_answer := len(tokens) - num_prompt) < MIN_ANSWER or not is_allowed():
             return
-        stored: dict[str, Any] = {}
-        if states is not None:
-            stored["states"] = states[first - start : end - start].view(torch.int16).numpy()
         if folder not in self._kept:
             self._trim(make_folder(folder))
         now = time.time_ns()
@@ -187,7 +176,7 @@ class Recorder:
                     token_ids=np.asarray(tokens, dtype=np.int32),
                     num_prompt=num_prompt,
                     temperature=session.spec.params.temperature,
-                    **stored,
+                    states=states[first - start : end - start].view(torch.int16).numpy(),
                 )
                 size = file.tell()
             temporary.replace(path)
@@ -211,10 +200,9 @@ class Recorder:
 
 def _forget(folder: Path, session_id: str) -> None:
     digest = f"_{_digest(session_id)}_"
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for entry in _paced(entries):
-            if digest in entry.name:
-                Path(entry.path).unlink(missing_ok=True)
+    for stream in _paced(stored_streams(folder)):
+        if digest in stream.path.name:
+            stream.path.unlink(missing_ok=True)
 
 
 def _paced(work: Iterable[T]) -> Iterator[T]:

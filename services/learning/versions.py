@@ -139,7 +139,7 @@ class Versions(Generic[T]):
         name = None if consents is None else consents.drafter_of(tenant)
         consent = None if consents is None else consents.number_of(tenant)
         if name is not None:
-            self._served[name] = time.monotonic()
+            self._served[name] = time.monotonic() // _CALM_S
         number, version = self.choose(name, (session_id, num_tokens // SPAN))
         return Drafting(name, number, version, consent, name is not None)
 
@@ -155,18 +155,14 @@ class Versions(Generic[T]):
                 number = arms.candidate
         return number, arms.versions[number]
 
-    def record(self, session: SessionCopy, drafting: Drafting[T] | None = None) -> None:
-        """Keep an ended session's stream if its tenant agreed throughout; without a drafting only tokens."""
-        spec, tenant = session.spec, _tenant_of(session.session_id)
-        buffer = None if drafting is None else drafting.buffer
-        drafting = drafting or self.begin(session.session_id, len(session.tokens))
-        if drafting.name is None or spec.no_learning or spec.adapter:  # an adapter makes another target
-            return
-        if buffer is not None and not buffer.parts:
-            return
-        records = self._folder.store(drafting.name).path / "records"
-        is_allowed = partial(self._folder.covers, tenant, drafting.consent)
-        self._recorder.record(records, tenant, session, buffer, is_allowed)
+    def record(self, session: SessionCopy, drafting: Drafting[T]) -> None:
+        """Keep an ended session's stream if its tenant agreed throughout."""
+        spec, tenant, name = session.spec, _tenant_of(session.session_id), drafting.name
+        # An adapter makes another target.
+        if name is not None and drafting.buffer.parts and not (spec.no_learning or spec.adapter):
+            records = self._folder.store(name).path / "records"
+            is_allowed = partial(self._folder.covers, tenant, drafting.consent)
+            self._recorder.record(records, tenant, session, drafting.buffer, is_allowed)
 
     def forget(self, session_id: str) -> None:
         """Delete what was recorded of a session."""
@@ -221,16 +217,14 @@ class Versions(Generic[T]):
         if is_new or look % _LOOKS_PER_TRIM == 0:
             self._clean(stores, consents)
         # Nothing that rests on consents that cannot be read drafts.
-        followed = [] if consents is None else sorted(stores, key=self._rank)[:MAX_DRAFTERS]
+        recent = sorted(stores, key=lambda name: (-self._served.get(name, 0), name not in self._arms))
+        followed = [] if consents is None else recent[:MAX_DRAFTERS]
         self._arms = {name: arms for name, arms in self._arms.items() if name in followed}
         for name in followed:
             with self._reported(f"drafter {name}"):
                 self._follow(stores[name])
         if is_new and consents is not None and not consents.pending:
             self._recorder.then(partial(self._confirmation.confirm, consents.generation))
-
-    def _rank(self, name: str) -> tuple[float, bool, str]:
-        return -(self._served.get(name, 0) // _CALM_S), name not in self._arms, name
 
     def _clean(self, stores: Mapping[str, DrafterStore], consents: Consents | None) -> None:
         """Complete deletions, and delete what is too old or too much; without consents nothing else."""
@@ -250,13 +244,12 @@ class Versions(Generic[T]):
         if arms is not None and found.candidate is not None and found.candidate == arms.candidate:
             decision, evidence = arms.canary.decide(), str(arms.canary)
             if decision is Decision.PROMOTE:
-                _log.info("version %s of %s is promoted; %s", found.candidate, store.path.name, evidence)
                 store.promote(found.candidate)
             elif decision is Decision.ROLL_BACK:
-                _log.warning(
-                    "version %s of %s is rolled back; %s", found.candidate, store.path.name, evidence
-                )
                 store.roll_back(found.candidate, evidence)
+            if decision is not Decision.WAIT:
+                name, number = store.path.name, found.candidate
+                _log.info("version %d of %s: %s; %s", number, name, decision.value, evidence)
             found = store.read()
         if arms is not None and (arms.stable, arms.candidate) == (found.stable, found.candidate):
             return

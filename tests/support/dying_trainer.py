@@ -17,18 +17,19 @@ from typing import Any
 from services.train.live import trainer
 from services.train.live.__main__ import train_until
 
-STEPS: tuple[tuple[str, str, str, int, bool], ...] = (
-    # Name, module or class, function, in which call, and whether at its end.
+STEPS: tuple[tuple[str, str, str, int | str, bool], ...] = (
+    # Name, module or class, function, in which call or for which file, and whether at its end.
     ("loading the target", "services.train.live.trainer", "load_model", 1, False),
     ("loading the drafter", "services.train.live.trainer.Trainer", "_drafter", 1, True),
     ("reading streams", "numpy", "load", 3, False),
+    ("noting a step", "gammaray.learning.folder", "replace_file", "training.json", False),
     ("training", "torch.optim.AdamW", "step", 5, True),
     ("scoring", "services.train.live.trainer", "evaluate", 2, False),
     ("writing the weights", "services.train.trainable", "save_file", 1, True),
-    ("writing the card", "services.train.trainable", "write_json", 2, False),
+    ("writing the card", "services.train.trainable", "write_json", "gammaray.json", False),
     ("moving the version", "gammaray.learning.folder.DrafterStore", "_change", 1, False),
-    ("noting the version", "gammaray.learning.folder", "replace_file", 1, False),
-    ("after the version", "gammaray.learning.folder", "replace_file", 1, True),
+    ("noting the version", "gammaray.learning.folder", "replace_file", "state.json", False),
+    ("after the version", "gammaray.learning.folder", "replace_file", "state.json", True),
 )
 START, NONE = "start", "none"
 
@@ -47,18 +48,19 @@ def _find(path: str) -> Any:
     raise ImportError(path)
 
 
-def die_at(owner: Any, name: str, in_call: int, *, at_end: bool) -> None:
-    """Replace a function so that this process is killed in one of its calls."""
+def die_at(owner: Any, name: str, where: int | str, *, at_end: bool) -> None:
+    """Replace a function so that this process is killed in one of its calls, or when it writes a file."""
     real: Callable[..., Any] = getattr(owner, name)
     count = 0
 
     def dying(*args: Any, **options: Any) -> Any:
         nonlocal count
         count += 1
-        if count == in_call and not at_end:
+        is_it = where in (count, getattr(args[0], "name", None) if args else None)
+        if is_it and not at_end:
             os.kill(os.getpid(), signal.SIGKILL)
         result = real(*args, **options)
-        if count == in_call:
+        if is_it:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
@@ -70,9 +72,9 @@ def train(step: str, folder: str, target: str, drafter: str) -> None:
     parent = os.getppid()
     if step == START:
         os.kill(os.getpid(), signal.SIGKILL)
-    for name, owner, function, in_call, at_end in STEPS:
+    for name, owner, function, where, at_end in STEPS:
         if name == step:
-            die_at(_find(owner), function, in_call, at_end=at_end)
+            die_at(_find(owner), function, where, at_end=at_end)
     train_until(lambda: os.getppid() != parent, time.sleep, Path(folder), target, drafter)
 
 

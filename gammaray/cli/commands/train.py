@@ -60,7 +60,7 @@ def list_drafters(folder: LearningFolder, as_json: bool) -> None:
     progress, found = folder.progress(), {store.path.name: store.read() for store in folder.stores()}
     if as_json:
         drafters = {name: one.model_dump(mode="json") for name, one in found.items()}
-        listed = {"tenants": folder.consents(), "drafters": drafters, "progress": progress}
+        listed = {"tenants": folder.read().tenants, "drafters": drafters, "progress": progress}
         click.echo(json.dumps(listed, indent=2))
         return
     table = columns("DRAFTER", "STREAMS", "TOKENS", "TRAINING", right=("STREAMS", "TOKENS"), overflow="fold")

@@ -94,7 +94,6 @@ class Trainer:
         self._identity = fingerprints_of(target)
         self._trainings: dict[str, _Training] = {}
         self._records: dict[Path, Record] = {}
-        self._listed: dict[str, tuple[int, list[Path]]] = {}  # by drafter, at which time of its folder
         self._seen: dict[str, set[str]] = {}  # streams of a drafter's last round
         self._said: dict[str, str] = {}
         self._failed = ""  # drafter whose last round ended early
@@ -104,24 +103,21 @@ class Trainer:
 
     def run_round(self) -> Version | None:
         """Train the drafter with the most new streams; return the version that was published, if any."""
-        consents, notes, waiting = self._folder.read(), {}, {}
+        consents, notes, waiting = self._folder.read(), {}, []
         self._drop_withdrawn(consents)
         for store in self._folder.stores():
             name = store.path.name
             try:
                 notes[name], new, files = self._wait_of(store, consents)
             except (GammarayError, OSError) as error:  # others go on
-                notes[name] = f"stopped: {error}"
-                continue
+                notes[name], new = f"stopped: {error}", 0
             if new >= MIN_TOKENS:
-                waiting[name] = new, store, files
+                # One whose last round failed does not keep others waiting.
+                waiting.append((name != self._failed, new, name, store, files))
         self._say(notes)
         if not waiting:
             return None
-        # One whose last round failed does not keep others waiting.
-        _, store, files = max(
-            waiting.values(), key=lambda entry: (entry[1].path.name != self._failed, entry[0])
-        )
+        *_, store, files = max(waiting)
         try:
             self._failed = store.path.name
             version = self._round(store, files, consents)
@@ -134,33 +130,26 @@ class Trainer:
 
     def _drop_withdrawn(self, consents: Consents) -> None:
         self._trainings = {n: one for n, one in self._trainings.items() if consents.covers(one.tenants)}
+        self._records = {path: one for path, one in self._records.items() if path.exists()}
 
     def _wait_of(self, store: DrafterStore, consents: Consents) -> tuple[str, int, list[Path]]:
         """Return what a drafter waits for, how many new tokens it may be trained on, and its streams."""
         name, found, tenants = store.path.name, store.read(), consents.drafters().get(store.path.name, ())
-        files = [path for path in self._files(store) if RecordName.parse(path).tenant in tenants]
+        streams = sorted(
+            (one.name, one.path)
+            for one in stored_streams(store.path / "records")
+            if one.name and one.name.tenant in tenants and one.path.suffix == ".npz"
+        )
+        files = [path for _, path in streams]
         if found.candidate is not None:
             return f"version {found.candidate} is compared with version {found.stable}", 0, files
         if found.is_pinned:
             return f"version {found.stable} is pinned", 0, files
         seen = self._seen.get(name, set())
-        new = sum(RecordName.parse(path).num_answer for path in files if path.name not in seen)
+        new = sum(one.num_answer for one, path in streams if path.name not in seen)
         if new >= MIN_TOKENS and len(files) <= MIN_HELD:
             return f"{len(files)} streams are too few", 0, files
         return f"{new} of {MIN_TOKENS} new tokens", new, files
-
-    def _files(self, store: DrafterStore) -> list[Path]:
-        """Return the streams of a drafter, the oldest first; those that were deleted are forgotten."""
-        records, name = store.path / "records", store.path.name
-        changed = records.stat().st_mtime_ns if records.is_dir() else 0
-        if changed != self._listed.get(name, (-1, []))[0]:
-            found = [one for one in stored_streams(records) if one.name and one.path.suffix == ".npz"]
-            files = sorted((one.path for one in found), key=RecordName.parse)
-            self._listed[name] = changed, files
-            gone = {path for path in self._records if path.parent == records}.difference(files)
-            for path in gone:
-                del self._records[path]
-        return self._listed[name][1]
 
     def _say(self, notes: dict[str, str]) -> None:
         """Note what is trained, or why nothing is, for `gammaray drafters list`."""

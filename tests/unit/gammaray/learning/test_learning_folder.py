@@ -104,7 +104,7 @@ def test_withdrawn_data_retire_versions_and_delete_streams(tmp_path):
     assert store.read().stable == 1
     assert not store.directory(2).exists()
     assert [RecordName.parse(path).tenant for path in records.iterdir()] == ["acme-x"]
-    assert folder.consents() == {"acme-x": "shared", "solo": "own"}
+    assert folder.read().tenants == {"acme-x": "shared", "solo": "own"}
     with pytest.raises(FailedPreconditionError, match="deleted"):
         store.pin(2)
 
@@ -118,7 +118,7 @@ def test_damaged_files_and_names_are_refused(tmp_path):
             folder.store(name)
     (tmp_path / "tenants.json").write_text("{")
     with pytest.raises(FailedPreconditionError, match=r"tenants\.json"):
-        folder.consents()
+        folder.read()
     store = folder.store("open")
     store.path.mkdir()
     (store.path / "state.json").write_text('{"stable": "x"}')

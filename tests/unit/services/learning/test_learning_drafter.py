@@ -16,6 +16,7 @@ from gammaray.learning.folder import LearningFolder, RecordName
 from services.engine.core.model import load_model
 from services.own.head_loading import check_local_drafter
 from services.train.draft_model import TrainableDraft
+from services.train.evaluate import evaluate
 from services.train.live.__main__ import train_until
 from services.train.live.trainer import Trainer
 from services.train.trainable import take_step
@@ -248,10 +249,19 @@ def test_tenants_train_apart_and_not_after_they_withdrew(tmp_path, target, untra
             run_for(run, 64)
             end(run)
         wait_until(lambda: len(records(tmp_path, "tenant-acme")) == 24)
-        monkeypatch.setattr(LearningFolder, "consents", lambda self: {})  # withdrawn during the round
+        scored = []
+
+        def scoring(*given):
+            scored.append(evaluate(*given))
+            if len(scored) == 2:  # after the steps
+                folder.forget("acme")
+            return scored[-1]
+
+        monkeypatch.setattr("services.train.live.trainer.evaluate", scoring)
         monkeypatch.setattr("services.train.live.trainer.MIN_GAIN", 0.0)
         assert trainer.run_round() is None
-        assert len(folder.store("tenant-acme").read().versions) == 1
+        assert len(scored) == 2
+        assert [one.status for one in folder.store("tenant-acme").read().versions] == ["retired"]
 
 
 def test_one_process_trains_for_all_workers_of_a_machine(tmp_path, target, monkeypatch):

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.learning.folder import LearningFolder, RecordName, stored_streams
 from gammaray.types import SamplingParams, VerificationMethod
-from services.learning.records import MAX_AGE_S, MAX_FILES, Recorder
+from services.learning.records import MAX_AGE_S, MAX_FILES, Buffer, Recorder
 from services.learning.versions import MAX_DRAFTERS, Versions
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
@@ -28,6 +29,13 @@ def session(name, length=100):
     found = SessionCopy(name, 1, spec)
     found.tokens = list(range(length))
     return found
+
+
+def record(versions, name, began=None):
+    """End a session, which began earlier or now."""
+    began = began or versions.begin(name, 10)
+    began.buffer.take(0, torch.zeros(99, 2, 3))
+    versions.record(session(name), began)
 
 
 @pytest.fixture
@@ -45,7 +53,7 @@ def test_forget_says_which_workers_have_confirmed(folder, monkeypatch):
     monkeypatch.setattr("gammaray.cli.commands.train.CONFIRM_WAIT_S", 0.5)
     versions = [Versions("base", str, folder) for _ in range(2)]
     try:
-        versions[0].record(session("acme:1"))
+        record(versions[0], "acme:1")
         wait_until(lambda: records(folder.path, "tenant-acme"))
         found = forget(folder)
         assert (found.exit_code, found.stderr.count(": confirmed")) == (0, 2)
@@ -72,21 +80,23 @@ import os, sys
 from pathlib import Path
 from gammaray.learning.folder import LearningFolder
 from services.learning.versions import Versions
-from tests.unit.services.learning.test_withdrawn import OTHER_UID, session, wait_until
+from tests.unit.services.learning.test_withdrawn import OTHER_UID, record, wait_until
 folder = LearningFolder(Path(sys.argv[1]))
 os.setgid(OTHER_UID)
 os.setuid(OTHER_UID)
 versions = Versions("base", str, folder)
-versions.record(session("acme:1"))
+record(versions, "acme:1")
 wait_until(lambda: folder.read().generation, timeout_s=120)
 for number in range(2, 6):
-    versions.record(session(f"acme:{number}"))
+    record(versions, f"acme:{number}")
+sys.stdin.read()
 versions.close()
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to serve as another user")
-def test_root_withdraws_for_a_worker_of_another_user():
+def test_root_withdraws_for_a_worker_of_another_user(monkeypatch):
+    monkeypatch.setattr("gammaray.cli.commands.train.CONFIRM_WAIT_S", 60)
     with tempfile.TemporaryDirectory() as outside:  # pytest's folders are closed to other users
         os.chmod(outside, 0o755)
         folder = LearningFolder(Path(outside) / "learn")
@@ -94,10 +104,10 @@ def test_root_withdraws_for_a_worker_of_another_user():
         os.chown(folder.path, OTHER_UID, OTHER_UID)
         folder.secure()
         command = [sys.executable, "-c", SERVE, str(folder.path)]
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL) as worker:
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
             wait_until(lambda: records(folder.path, "tenant-acme"), timeout_s=120)
             found = forget(folder)
-            worker.wait(60)
+            worker.communicate(timeout=60)
         assert (worker.returncode, found.exit_code, found.stderr.count(": confirmed")) == (0, 0, 1)
         assert not list((folder.path / "tenant-acme").rglob("*.npz"))
         assert {path.lstat().st_uid for path in (folder.path, *folder.path.rglob("*"))} == {OTHER_UID}
@@ -117,10 +127,9 @@ def test_consents_that_cannot_be_read_are_none(folder, moment, caplog):
             (folder.path / "tenants.json").write_text("{")
         wait_until(lambda: versions.begin("acme:2", 10).name is None)
         wait_until(lambda: versions.choose("tenant-acme", ("acme:1", 0)) == (0, "base"))
-        versions.record(session("acme:2"))
+        record(versions, "acme:2")
         if moment == "later":
-            began.buffer = None  # as if tokens alone were kept
-            versions.record(session("acme:1"), began)
+            record(versions, "acme:1", began)
         assert versions.begin("free", 10).name is None
     finally:
         versions.close()
@@ -133,12 +142,11 @@ def test_stream_that_waits_for_the_disk_is_not_kept_after_its_tenant_withdrew_an
     versions = Versions("base", str, folder)
     try:
         before = versions.begin("acme:1", 10)
-        before.buffer = None
         folder.forget("acme")
         folder.consent("acme", "own")
-        versions.record(session("acme:1"), before)
+        record(versions, "acme:1", before)
         wait_until(lambda: versions.begin("acme:2", 10).consent == folder.read().number_of("acme"))
-        versions.record(session("acme:2"))
+        record(versions, "acme:2")
     finally:
         versions.close()
     assert len(records(folder.path, "tenant-acme")) == 1
@@ -147,7 +155,7 @@ def test_stream_that_waits_for_the_disk_is_not_kept_after_its_tenant_withdrew_an
 def test_deleted_session_leaves_also_from_the_drafter_that_served_its_tenant_before(folder):
     versions = Versions("base", str, folder)
     try:
-        versions.record(session("acme:1"))
+        record(versions, "acme:1")
         wait_until(lambda: records(folder.path, "tenant-acme"))
         folder.consent("acme", "shared")
         versions.forget("acme:1")
@@ -204,9 +212,10 @@ def test_number_of_files_is_bounded_and_a_stream_costs_no_look_at_the_others(tmp
     path = tmp_path / "records"
     for age_s in range(1, MAX_FILES + 200):
         stream(path, age_s=age_s)
-    recorder = Recorder()
+    recorder, buffer = Recorder(), Buffer()
+    buffer.take(0, torch.zeros(99, 2, 3))
     for number in range(50):
-        recorder.record(path, "", session(f"s{number}"))
+        recorder.record(path, "", session(f"s{number}"), buffer)
     recorder.close()
     assert listed == [path], "once, at the first stream"
     kept = sorted(path.iterdir(), key=RecordName.parse)
