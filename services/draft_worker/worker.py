@@ -106,7 +106,7 @@ class DraftWorker(Worker[DraftSettings]):
 
     def load_model(self, path: str) -> Served:
         settings = self.settings
-        target = resolve_model(settings.target, "target") if settings.target else ""
+        target = resolve_model(settings.target, "target", "target") if settings.target else ""
         if names_head(path):
             allowed = "a draft model; a head drafts in target workers: name it with --head (setting head)"
             raise InvalidArgumentError("model", f"{path}, a head", allowed)

@@ -291,7 +291,7 @@ def test_value_that_is_no_schema_is_named(subtests):
         with subtests.test(number=number):
             with pytest.raises(InvalidArgumentError) as caught:
                 json_schema_grammar(schema, "mine")
-            assert caught.value.field == "mine"
+            assert caught.value.field.split(".")[0] == "mine"
             assert caught.value.allowed
 
 

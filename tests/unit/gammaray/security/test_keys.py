@@ -13,7 +13,7 @@ from gammaray.errors import InvalidArgumentError, NotFoundError, Unauthenticated
 from gammaray.security.keys import create_key, hash_key, make_secret, read_keys, revoke_key
 from gammaray.wire.metadata import TIMEOUT_HEADER
 from orchestrator.access import reloaded
-from orchestrator.access.caller import ANONYMOUS, PRIORITY_HEADER, Authenticator, Caller
+from orchestrator.access.caller import ANONYMOUS, PRIORITY_HEADER, Authenticator, Caller, name_of
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_qualified_names_of_tenants_never_collide():
     names = ["", "a", "b", "a-b", "a.b", "-", "a_"]
     qualified = {caller.qualify(name) for caller in tenants for name in names}
     assert len(qualified) == len(tenants) * len(names)
-    assert all(caller.public(caller.qualify(name)) == name for caller in tenants for name in names)
+    assert all(name_of(caller.qualify(name)) == name for caller in tenants for name in names)
 
 
 @pytest.mark.parametrize("name", ["b:x", "a:b:x", "../x", "x" * 129])

@@ -1,6 +1,7 @@
 """Types to wire messages and back: nothing is lost, and messages of peers are checked."""
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -44,7 +45,7 @@ gammas = st.builds(
     fixed=st.none() | st.integers(0, t.MAX_GAMMA),
     max_gamma=st.integers(0, t.MAX_GAMMA),
     max_nodes=st.integers(0, t.MAX_NODES),
-)
+).map(lambda policy: replace(policy, max_gamma=policy.max_gamma and max(policy.max_gamma, policy.fixed or 0)))
 requests = st.builds(
     t.GenerationRequest,
     prompt=st.text(min_size=1, max_size=20) | st.lists(token_ids, min_size=1, max_size=5).map(tuple),
@@ -61,7 +62,7 @@ requests = st.builds(
     session_id=names,
     prediction=st.text(max_size=20) | st.lists(token_ids, min_size=1, max_size=5).map(tuple),
     num_prompt_logprobs=st.none() | st.integers(0, t.MAX_TOP_LOGPROBS),
-)
+).map(lambda request: replace(request, max_tokens=max(request.max_tokens, request.sampling.min_tokens)))
 emitted = st.builds(
     t.EmittedToken,
     token_id=token_ids,

@@ -19,7 +19,7 @@ from services.train.draft_model import TrainableDraft
 from services.train.evaluate import evaluate
 from services.train.live.__main__ import train_until
 from services.train.live.trainer import Trainer
-from services.train.trainable import take_step
+from services.train.trainable import train_on
 from tests.support.head_helpers import bigram_head
 from tests.support.learning_helpers import (
     begin,
@@ -202,26 +202,26 @@ def test_full_disk_delays_a_version(tmp_path, target, untrained, monkeypatch):
     assert store.read().candidate == 1
 
 
-def test_streams_deleted_during_a_round_are_not_trained_on(tmp_path, target, monkeypatch):
+def test_streams_deleted_during_a_round_are_not_trained_on_from_then_on(tmp_path, target, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
     head = new_head(tmp_path / "new", target)
     with learning(tmp_path, target, head, monkeypatch) as scheduler:
         serve_24(scheduler, tmp_path)
     trainer = Trainer(LearningFolder(tmp_path), str(target), str(head), lambda: False)
+    taught = []
 
-    def step(*given):
-        for path in sorted(records(tmp_path))[:6]:
-            path.unlink()
-        monkeypatch.undo()
-        take_step(*given)
+    def step(drafter, optimizer, streams, *given):
+        taught.append({one.path for one in streams})
+        train_on(drafter, optimizer, streams, *given)
+        if len(taught) == 1:
+            for path in sorted(taught[0])[:6]:
+                path.unlink()
 
-    monkeypatch.setattr("services.train.trainable.take_step", step)
-    assert trainer.run_round() is None, "it would read their states"
-    monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
-    monkeypatch.setattr("services.train.live.trainer.MIN_GAIN", 0.0)
-    version = trainer.run_round()
-    assert version is not None
-    assert version.tokens < 15 * 64, "of 20 streams six are gone"
+    monkeypatch.setattr("services.train.live.trainer.train_on", step)
+    assert trainer.run_round() is not None
+    first, *later = taught
+    assert later
+    assert all(paths == set(sorted(first)[6:]) for paths in later)
 
 
 def test_tenants_train_apart_and_not_after_they_withdrew(tmp_path, target, untrained, monkeypatch):

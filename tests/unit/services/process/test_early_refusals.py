@@ -79,8 +79,7 @@ def made(folder, target, name):
     ("settings", "words"),
     [
         ({}, "not finite"),
-        ({"target": "/nonexistent"}, "model: got '/nonexistent', which does not exist"),
-        ({"learn": "folder"}, "no draft model of gammaray train"),
+        ({"target": "/nonexistent"}, "target: got '/nonexistent', which does not exist"),
     ],
     ids=str,
 )
