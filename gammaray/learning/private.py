@@ -31,7 +31,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def secure(top: Path) -> None:
-    """Leave a file, or a folder and all in it, to the owner of the folder above it alone, whoever made it.
+    """Give a file, or a folder and all in it, to the owner of the folder above it, for that user alone.
 
     Links, and files with a second name elsewhere, stay as they are. Raises OSError if something else cannot
     be changed.

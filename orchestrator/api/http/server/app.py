@@ -264,6 +264,39 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
 
 
 def _add_information(app: FastAPI, backend: Backend) -> None:
+    content: dict[str, Any] = {JSON: "Root", "text/html": TEXT}
+
+    @app.get("/", **route("root", "The server; the playground for browsers.", content, (403, 405)))
+    async def root(request: Request) -> fastapi.Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return playground()
+        body: Root = {"name": "gammaray", "endpoints": ["/v1", "/health"]}
+        if has_caller(request):
+            body["model"] = backend.model_name
+        return JSONResponse(body)
+
+    _add_models(app, backend)
+
+    @app.get("/health", **route("health", "A target worker is available.", {JSON: "Health"}, (403, 405, 503)))
+    async def health() -> JSONResponse:
+        processes = await backend.status()
+        if not any(process.role == "target" and process.healthy for process in processes):
+            raise UnavailableError("no target worker is connected")
+        well: Health = {"status": "ok"}
+        return JSONResponse(well)
+
+    meaning = "Public keys of receipts, former ones first, and dtypes of the targets: a JSON Web Key Set."
+
+    @app.get(RECEIPT_KEYS_PATH, **route("listReceiptKeys", meaning, {JSON: "ReceiptKeys"}, (403, 405)))
+    async def receipt_keys() -> JSONResponse:
+        return JSONResponse(backend.receipts.published())
+
+    @app.get(DOCUMENT_PATH, **route("describe", "This document.", {JSON: {"type": "object"}}, (403, 405)))
+    async def openapi() -> JSONResponse:
+        return JSONResponse(document(app))
+
+
+def _add_models(app: FastAPI, backend: Backend) -> None:
     started_at = int(time.time())
 
     def model(name: str) -> Model:
@@ -284,17 +317,6 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
     def names() -> list[str]:
         return [backend.model_name, *backend.adapters]
 
-    content: dict[str, Any] = {JSON: "Root", "text/html": TEXT}
-
-    @app.get("/", **route("root", "The server; the playground for browsers.", content, (403, 405)))
-    async def root(request: Request) -> fastapi.Response:
-        if "text/html" in request.headers.get("accept", ""):
-            return playground()
-        body: Root = {"name": "gammaray", "endpoints": ["/v1", "/health"]}
-        if has_caller(request):
-            body["model"] = backend.model_name
-        return JSONResponse(body)
-
     @app.get("/v1/models", **route("listModels", "The served models.", {JSON: "ModelList"}))
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model(name) for name in names()]})
@@ -307,24 +329,6 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
             served = ", ".join(map(repr, names()))
             raise NotFoundError(f"no model {name!r}; this server has {served}", "model")
         return JSONResponse(model(name))
-
-    @app.get("/health", **route("health", "A target worker is available.", {JSON: "Health"}, (403, 405, 503)))
-    async def health() -> JSONResponse:
-        processes = await backend.status()
-        if not any(process.role == "target" and process.healthy for process in processes):
-            raise UnavailableError("no target worker is connected")
-        well: Health = {"status": "ok"}
-        return JSONResponse(well)
-
-    meaning = "Public keys of receipts, former ones first, and dtypes of the targets: a JSON Web Key Set."
-
-    @app.get(RECEIPT_KEYS_PATH, **route("listReceiptKeys", meaning, {JSON: "ReceiptKeys"}, (403, 405)))
-    async def receipt_keys() -> JSONResponse:
-        return JSONResponse(backend.receipts.published())
-
-    @app.get(DOCUMENT_PATH, **route("describe", "This document.", {JSON: {"type": "object"}}, (403, 405)))
-    async def openapi() -> JSONResponse:
-        return JSONResponse(document(app))
 
 
 async def _planned(
