@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import json
 import math
 import random
@@ -30,6 +31,24 @@ def several(body: Body) -> bool:
     return (body.get("n") or 1) > 1
 
 
+def each(count: int) -> Callable[[Body], bool]:
+    """Return what is true of one in `count` requests."""
+    numbers = itertools.count(1)
+    return lambda body: next(numbers) % count == 0
+
+
+def repeated() -> Callable[[Body], bool]:
+    """Return what is true of a request whose prompt was in one before."""
+    seen = set[str]()
+
+    def is_repeated(body: Body) -> bool:
+        is_new = body["prompt"] not in seen
+        seen.add(body["prompt"])
+        return not is_new
+
+    return is_repeated
+
+
 @dataclass
 class Fault:
     """A planted fault.
@@ -39,10 +58,13 @@ class Fault:
         request: Changes a request on its way to the server.
         answer: Changes a whole answer; streams are made of whole answers, token by token.
         stream: Changes the texts of a stream's pieces.
-        share: Share of sampled tokens that are replaced by the most likely one; the rest of the text follows
-            from the replaced token.
+        share: Share of sampled tokens that come from the changed request; the rest is the unchanged one's, if
+            any. What follows such a token follows from it.
         where: The requests that have it.
+        at_once: Requests at once, this one among them, from which on a request has it.
         later: Whether only the choices after the first one come from the changed request.
+        first: Tokens of an answer that come from the changed request, before those of the unchanged one.
+        after: Tokens of an answer that come from the unchanged request before those of the changed one.
     """
 
     check: str
@@ -51,7 +73,10 @@ class Fault:
     stream: Callable[[list[str]], None] = lambda pieces: None
     share: float = 0.0
     where: Callable[[Body], bool] = always
+    at_once: int = 1
     later: bool = False
+    first: int = 0
+    after: int = 0
 
 
 def without(*names: str) -> Callable[[Body], None]:
@@ -178,7 +203,7 @@ def _other_seed(body: Body) -> None:
 
 FAULTS = {
     "temperature 5 % too low": Fault("law", _colder),
-    "2 % of tokens are the most likely ones": Fault("law", share=0.02),
+    "2 % of tokens are the most likely ones": Fault("law", changed("temperature", lambda t: 0.0), share=0.02),
     "top_p ignored": Fault("top-p", without("top_p")),
     "top_k ignored": Fault("top-k", without("top_k")),
     "min_p ignored": Fault("min-p", without("min_p")),
@@ -214,6 +239,8 @@ MATRIX = {
     "seed ignored with n": Fault("seed", without("seed"), where=several),
     "seed ignored in streams": Fault("seed", _other_seed, where=streamed),
     "seed ignored for later choices": Fault("seed", without("seed"), later=True),
+    "seed other under load": Fault("batch", _other_seed, at_once=3),
+    "seed other in 1 of 25 requests": Fault("seed", _other_seed, where=each(25)),
     "seed other in streams": Fault("stream", changed("seed", lambda seed: seed + 1), where=streamed),
     "later choices equal in streams": Fault(
         "choices", answer=each_choice(lambda c, f: c.update({**f, "index": c["index"]})), where=streamed
@@ -258,6 +285,7 @@ MATRIX = {
     ),
     "frequency_penalty once only": Fault("penalties", _frequency_once),
     "penalties x 0.6": Fault("penalties", scaled(0.6)),
+    "penalties x 0.5": Fault("penalties", scaled(0.5)),
     "presence_penalty ignored with n": Fault("penalties", without("presence_penalty"), where=several),
     "frequency_penalty ignored in streams": Fault("penalties", without("frequency_penalty"), where=streamed),
     "small logit_bias ignored": Fault("bias", _small_bias),
@@ -297,6 +325,13 @@ MATRIX = {
     ),
     "temperature 0.8 in streams": Fault("law", changed("temperature", lambda t: 0.8 * t), where=streamed),
     "temperature 0.7 for later choices": Fault("law", changed("temperature", lambda t: 0.7 * t), later=True),
+    "temperature 0.8 under load": Fault("law", changed("temperature", lambda t: 0.8 * t), at_once=3),
+    "temperature 0.8 of repeated prompts": Fault(
+        "law", changed("temperature", lambda t: 0.8 * t), where=repeated()
+    ),
+    "temperature 0.8 after 64 tokens": Fault("law", changed("temperature", lambda t: 0.8 * t), after=64),
+    "first token greedy": Fault("law", changed("temperature", lambda t: 0.0), first=1),
+    "1 % of tokens at temperature 3": Fault("law", changed("temperature", lambda t: 3.0 * t), share=0.01),
     "log-probabilities of temperature 0.9": Fault("law", answer=each_list(_normalised(1 / 0.9))),
     "log-probabilities among those listed": Fault("law", answer=each_list(_normalised(1.0))),
 }
@@ -314,6 +349,7 @@ class Proxy:
     url: str
     faults: Sequence[Fault]
     requests: int = 0
+    _at_once: int = 0
     _random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def app(self) -> FastAPI:
@@ -328,19 +364,29 @@ class Proxy:
 
     async def _complete(self, request: Request) -> Response:
         self.requests += 1
-        body = await request.json()
-        faults = [fault for fault in self.faults if fault.where(body)]
+        self._at_once += 1
+        try:
+            return await self._answer(await request.json())
+        finally:
+            self._at_once -= 1
+
+    async def _answer(self, body: Body) -> Response:
+        await asyncio.sleep(0.01)  # requests that were sent at once are here before one is answered
+        faults = [fault for fault in self.faults if self._at_once >= fault.at_once and fault.where(body)]
         is_streamed = body.pop("stream", False)
         plain = {name: value for name, value in body.items() if name != "stream_options"}
         asked = copy.deepcopy(plain)
         for fault in faults:
             fault.request(asked)
-        is_sampled = asked.get("temperature", 1) > 0 and not {"response_format", "logit_bias"} & asked.keys()
-        if any(fault.share for fault in faults) and is_sampled:
+        is_sampled = plain.get("temperature", 1) > 0 and not {"response_format", "logit_bias"} & plain.keys()
+        (share,) = {fault.share for fault in faults} or {0.0}
+        if share and is_sampled:
             probe = await self._http.post("/v1/completions", json={**asked, "max_tokens": 1})
             if probe.status_code != 200:
                 return Response(probe.content, probe.status_code, media_type="application/json")
-            answer = await self._replaced(asked)
+            answer = await self._mixed(plain, asked, share)
+        elif parts := self._parts(plain, asked, faults):
+            answer = await self._joined(parts)
         else:
             answered = await self._http.post("/v1/completions", json=asked)
             if answered.status_code != 200:
@@ -357,38 +403,58 @@ class Proxy:
             return Response(json.dumps(answer), media_type="application/json")
         return Response(self._events(answer, faults), media_type="text/event-stream")
 
-    async def _replaced(self, body: Body) -> Body:
-        """Complete choice by choice; a replaced token is the context of what follows."""
-        share = sum(fault.share for fault in self.faults)
+    def _parts(self, plain: Body, asked: Body, faults: Sequence[Fault]) -> list[Body]:
+        """Return two requests, each for its part of an answer, if a fault is of some tokens alone."""
+        for fault in faults:
+            if 0 < (count := fault.first or fault.after) < plain["max_tokens"] and not several(plain):
+                one, two = (asked, plain) if fault.first else (plain, asked)
+                return [{**one, "max_tokens": count}, {**two, "max_tokens": plain["max_tokens"] - count}]
+        return []
+
+    async def _joined(self, parts: Sequence[Body]) -> Body:
+        """Complete a prompt part by part."""
+        one, two = parts
+        answer: Body = (await self._http.post("/v1/completions", json=one)).json()
+        choice = answer["choices"][0]
+        if choice["finish_reason"] != "length":
+            return answer
+        two["prompt"] += choice["text"]
+        more: Body = (await self._http.post("/v1/completions", json=two)).json()
+        rest = more["choices"][0]
+        choice["text"] += rest["text"]
+        choice["finish_reason"] = rest["finish_reason"]
+        for name, column in (choice["logprobs"] or {}).items():
+            column += rest["logprobs"][name]
+        for name in ("completion_tokens", "total_tokens"):
+            answer["usage"][name] += more["usage"]["completion_tokens"]
+        return answer
+
+    async def _mixed(self, plain: Body, asked: Body, share: float) -> Body:
+        """Complete choice by choice; a token of the changed request is the context of what follows."""
         choices, usage = [], {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        for index in range(body.get("n") or 1):
-            seed = body.get("seed")
-            rng = random.Random(f"{body['prompt']}{seed}{index}") if seed is not None else self._random
+        for index in range(plain.get("n") or 1):
+            seed = plain.get("seed")
+            rng = random.Random(f"{plain['prompt']}{seed}{index}") if seed is not None else self._random
             columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
-            text, reason, left = "", "length", body["max_tokens"]
-            while left:
+            text, reason, left, is_changed = "", "length", plain["max_tokens"], False
+            while left and reason == "length":
                 gap = math.floor(math.log(1 - rng.random()) / math.log(1 - share))
-                piece = {**body, "prompt": body["prompt"] + text, "max_tokens": min(gap + 1, left), "n": 1}
-                piece |= {"logprobs": 20} | ({} if seed is None else {"seed": seed + 7919 * index})
-                answer = (await self._http.post("/v1/completions", json=piece)).json()
-                (choice,) = answer["choices"]
-                usage["prompt_tokens"] = usage["prompt_tokens"] or answer["usage"]["prompt_tokens"]
-                found = choice["logprobs"]
-                if gap + 1 <= left and len(found["tokens"]) == gap + 1:
-                    top = found["top_logprobs"][-1]
-                    best = max(top, key=top.get)
-                    if not best.startswith("bytes:") and not found["tokens"][-1].startswith("bytes:"):
-                        choice["text"] = choice["text"][: found["text_offset"][-1]] + best
-                        found["tokens"][-1], found["token_logprobs"][-1] = best, top[best]
-                for name, column in columns.items():
-                    column += found[name]
-                text += choice["text"]
-                left -= len(found["tokens"])
-                if choice["finish_reason"] == "stop":
-                    reason = "stop"
-                    break
+                count = 1 if is_changed else min(gap, left)
+                if count:
+                    piece = {**(asked if is_changed else plain), "max_tokens": count, "n": 1, "logprobs": 20}
+                    piece |= {"prompt": plain["prompt"] + text}
+                    piece |= {} if seed is None else {"seed": seed + 7919 * index + left}
+                    answer = (await self._http.post("/v1/completions", json=piece)).json()
+                    (choice,) = answer["choices"]
+                    usage["prompt_tokens"] = usage["prompt_tokens"] or answer["usage"]["prompt_tokens"]
+                    for name, column in columns.items():
+                        column += choice["logprobs"][name]
+                    text += choice["text"]
+                    left -= len(choice["logprobs"]["tokens"])
+                    reason = choice["finish_reason"]
+                is_changed = not is_changed
             usage["completion_tokens"] += len(columns["tokens"])
-            logprobs = columns if body.get("logprobs") else None
+            logprobs = columns if plain.get("logprobs") else None
             choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
         usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
         return {"choices": choices, "usage": usage}
