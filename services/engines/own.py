@@ -16,7 +16,7 @@ from services.own.target_scheduler import TargetScheduler
 from services.process.fingerprints import vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
-from services.speculation.local_drafter import LocalDrafter
+from services.speculation.local_drafter import TargetHead
 from services.speculation.outcomes import AHEAD_ROWS
 from services.streaming.messages import Model
 from services.vocabulary.translation import Translation, load_translation, target_size
@@ -36,7 +36,7 @@ class OwnEngine:
         if settings.head:
             check_local_drafter(settings)
         engine = load_worker_engine(path, settings)
-        head: LocalDrafter | LearningDrafter | None = None
+        head: TargetHead = TargetHead()
         if settings.head:
             load = load_learning_drafter if settings.learn else load_local_drafter
             head = load(settings, engine)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from ctypes import c_int32
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from gammaray.types import Proposal
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
-from services.own.lookahead import Lookahead
+from services.own.lookahead import Lookahead, NoLookahead
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
@@ -56,7 +56,7 @@ class _DraftBlock(Running[ProposeTask]):
         return is_open
 
 
-class DraftScheduler(Scheduler[ProposeTask]):
+class DraftScheduler(Scheduler[ProposeTask, _DraftBlock]):
     """Schedules drafting: sessions join the batch when a block arrives and leave with its last token.
 
     The cache keeps the nodes fed below the committed tokens. Of the next block, only tokens that are not
@@ -92,7 +92,7 @@ class DraftScheduler(Scheduler[ProposeTask]):
     ) -> None:
         super().__init__(engine, limits, None if translation is None else translation.target_size, grammars)
         self._stop = c_int32()
-        self.lookahead: Lookahead | None = None
+        self.lookahead = NoLookahead()
         if ahead_rows > 0 and translation is None:
             self.lookahead = Lookahead(engine, ahead_rows, self._stop)
             self.meter.watch_ahead(self.lookahead.stats)
@@ -100,15 +100,12 @@ class DraftScheduler(Scheduler[ProposeTask]):
         self.speculations: dict[str, Speculation] = {}
 
     def load(self) -> LoadCounters:
-        counters = super().load()
-        if self.lookahead is None:
-            return counters
         stats = self.lookahead.stats
-        return replace(counters, lookups=stats.lookups, hits=stats.hits)
+        return replace(super().load(), lookups=stats.lookups, hits=stats.hits)
 
     @property
     def has_work(self) -> bool:
-        return not self.is_idle or (self.lookahead is not None and self.lookahead.has_work)
+        return not self.is_idle or self.lookahead.has_work
 
     def submit(self, tasks: Iterable[ProposeTask]) -> None:
         tasks = list(tasks)
@@ -124,15 +121,13 @@ class DraftScheduler(Scheduler[ProposeTask]):
         if all(task.is_notice for task in tasks):
             return
         self._stop.value = 1
-        if self.lookahead is not None:
-            self.lookahead.preempt()
+        self.lookahead.preempt()
 
     def step(self) -> list[tuple[ProposeTask, Reply]]:
         """Serve as many blocks as fit, or draft ahead when there are none; return the answers."""
-        if self.lookahead is not None and self.is_idle:
+        if self.is_idle:
             return [(one.task, Reply(0, one.task.session_id, one)) for one in self.lookahead.step()]
-        for running in self._running.values():
-            block = cast("_DraftBlock", running)
+        for block in self._running.values():
             if not (block.pending.is_at_root or block.pending.speculation.is_held):
                 block.pending.restart()  # the session's cache was evicted
                 block.advance()
@@ -143,14 +138,12 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
     def _forget(self, session: SessionCopy) -> None:
         self.speculations.pop(session.session_id, None)
-        if self.lookahead is not None:
-            self.lookahead.drop(session.session_id)
+        self.lookahead.drop(session.session_id)
         super()._forget(session)
 
     def _match_cache(self, session: SessionCopy) -> None:
         """Move the root of the session's tree to its last token; begin a new tree if it lacks that node."""
-        if self.lookahead is not None:
-            self.lookahead.drop(session.session_id)
+        self.lookahead.drop(session.session_id)
         speculation = self.speculations.get(session.session_id)
         if speculation is None:
             speculation = self.speculations[session.session_id] = Speculation(self._model, session)
@@ -160,28 +153,27 @@ class DraftScheduler(Scheduler[ProposeTask]):
             self._match_tokens(session, speculation.committed, num_kept)
             speculation.begin()
 
-    def _start(self, task: ProposeTask, session: SessionCopy) -> Running[ProposeTask] | Proposal:
+    def _start(self, task: ProposeTask, session: SessionCopy) -> _DraftBlock | Proposal:
         speculation, shape = self.speculations[task.session_id], task.shape
         if speculation.is_parallel:
             shape = shape.clipped(self.limits.max_batch_tokens - 1)
         reading = speculation.read(speculation.tree.root, shape)
         if reading is None:
             return Proposal()
-        # A parallel draft also predicts the token after the proposal, which draft-ahead may have to continue.
-        num_beyond = 0 if self.lookahead is None else 1
+        # Draft-ahead may have to continue after the proposal.
+        num_beyond = self.lookahead.num_beyond
         pending = PendingProposal(speculation, reading, self.limits.max_batch_tokens, num_beyond)
         block = _DraftBlock(task, session, [], num_logits=1, pending=pending)
         return block if block.advance() else self._finish(block)
 
-    def _advance(self, running: Running[ProposeTask], logits: Tensor) -> Proposal | None:
-        block = cast("_DraftBlock", running)
-        block.pending.take(logits)
-        return None if block.advance() else self._finish(block)
+    def _advance(self, running: _DraftBlock, logits: Tensor) -> Proposal | None:
+        running.pending.take(logits)
+        return None if running.advance() else self._finish(running)
 
-    def _step(self, batch: list[tuple[Running[ProposeTask], SequenceInput]]) -> list[Tensor]:
+    def _step(self, batch: list[tuple[_DraftBlock, SequenceInput]]) -> list[Tensor]:
         """Run the forward, or several in one call for a chain that is the only block."""
         running, feed = batch[0]
-        pending = cast("_DraftBlock", running).pending
+        pending = running.pending
         is_alone = len(self._running) == 1 and not self._waiting
         if is_alone and feed.num_logits and pending.can_run:
             with suppress(CacheFullError):  # there may still be room for one
@@ -194,6 +186,5 @@ class DraftScheduler(Scheduler[ProposeTask]):
 
     def _finish(self, block: _DraftBlock) -> Proposal:
         pending = block.pending
-        if self.lookahead is not None:
-            self.lookahead.add(pending.speculation, block.task, is_hit=not pending.is_fed)
+        self.lookahead.add(pending.speculation, block.task, is_hit=not pending.is_fed)
         return pending.reading.proposal()

@@ -19,7 +19,12 @@ from services.speculation.proposals import RUN
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
 
+MIN_SENT = 0.25
+"""Least total probability of proposals to send together: a message costs as much as a forward."""
+
 _TRIAL_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -48,20 +53,50 @@ def can_use_idle_priority() -> bool:
     return bool(succeeded)
 
 
-MIN_SENT = 0.25
-"""Least total probability of proposals to send together: a message costs as much as a forward."""
+class NoLookahead:
+    """Prepares nothing.
 
-_log = logging.getLogger(__name__)
+    Attributes:
+        num_beyond: Tokens after a proposal that a parallel draft has to predict, too.
+    """
+
+    num_beyond = 0
+
+    def __init__(self) -> None:
+        self.stats = AheadStats()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return False
+
+    def add(self, speculation: Speculation, task: ProposeTask, *, is_hit: bool) -> None:
+        """Count the proposal just made for a task, and start preparing those that may follow it.
+
+        It is a hit if it needed no forward.
+        """
+
+    def drop(self, session_id: str) -> None:
+        """Stop preparing proposals for a session."""
+
+    def preempt(self) -> None:
+        """Raise the priority of the current forward, as a request waits and has set `stop`. Thread-safe."""
+
+    def step(self) -> list[Prepared]:
+        """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""
+        return []
 
 
-class Lookahead:
+class Lookahead(NoLookahead):
     """Prepares the next proposals of sessions, likeliest outcomes over all sessions first.
 
     A forward has at most `max_rows` tokens; `stop` is set while a request waits for the engine.
     """
 
+    num_beyond = 1
+
     def __init__(self, engine: Engine, max_rows: int, stop: c_int32) -> None:
-        self.stats = AheadStats()
+        super().__init__()
         self._engine, self._max_rows, self._stop = engine, max_rows, stop
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
         # On shared cores draft-ahead would otherwise delay the event loops that deliver the verdicts.
@@ -71,31 +106,23 @@ class Lookahead:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
         return bool(self._pending)
 
     def add(self, speculation: Speculation, task: ProposeTask, *, is_hit: bool) -> None:
-        """Count the proposal just made for a task, and start preparing those that may follow it.
-
-        It is a hit if it needed no forward.
-        """
         self._pending[speculation.session.session_id] = speculation, task
         if speculation.is_continued:
             self.stats.lookups += 1
             self.stats.hits += is_hit
 
     def drop(self, session_id: str) -> None:
-        """Stop preparing proposals for a session."""
         self._pending.pop(session_id, None)
 
     def preempt(self) -> None:
-        """Raise the priority of the current forward, as a request waits and has set `stop`. Thread-safe."""
         if (thread_id := self._thread_id) is not None:
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setscheduler(thread_id, self._usual, os.sched_param(0))
 
     def step(self) -> list[Prepared]:
-        """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""
         pending = list(self._pending.values())
         chosen, run_length = self._choose()
         if not chosen:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from concurrent.futures import wait
 from ctypes import c_int32
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,16 +20,15 @@ from gammaray.types import Proposal
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits, row_paths
-from services.learning.drafter import LearningDrafter
 from services.own.prompt_scores import PromptScores
 from services.scheduling.grammars import Grammars
-from services.scheduling.masks import MAX_WAIT_S, MaskThreads
+from services.scheduling.masks import MaskThreads, wait_for_masks
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import Reply, VerifyTask
-from services.speculation.local_drafter import LocalDrafter
+from services.speculation.local_drafter import TargetHead
 from services.verification.verdicts import judge, token_logprobs
 
 
@@ -42,7 +40,6 @@ class _Verifying(Running[VerifyTask]):
         scores: Collects the requested log-probabilities of the prompt.
         must_draft: Whether the head has to draft before the first forward.
         is_expected: Whether it may have done so ahead.
-        has_masks: Whether the masks of its rows were begun.
         must_mask: Whether the next forward that includes it must wait for them.
         states: Hidden states of the last feed's tokens, [tokens, taps, hidden_size]; for a head.
     """
@@ -50,7 +47,6 @@ class _Verifying(Running[VerifyTask]):
     scores: PromptScores | None = None
     must_draft: bool = False
     is_expected: bool = False
-    has_masks: bool = False
     must_mask: bool = False
     states: Tensor | None = None
 
@@ -65,11 +61,11 @@ class _Verifying(Running[VerifyTask]):
         self.num_logits = len(self.tail) + 1
 
 
-class TargetScheduler(Scheduler[VerifyTask]):
+class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
     """Feeds the committed tokens that are not cached and then a whole proposal, and verifies it.
 
     Args:
-        head: Drafts for blocks that ask for it; None: these are verified without a proposal.
+        head: Drafts for blocks that ask for it.
         draft_ahead: Whether the head drafts while no block waits.
     """
 
@@ -80,19 +76,19 @@ class TargetScheduler(Scheduler[VerifyTask]):
         engine: Engine,
         limits: Limits,
         grammars: Grammars | None = None,
-        head: LocalDrafter | LearningDrafter | None = None,
+        head: TargetHead | None = None,
         *,
         draft_ahead: bool = True,
     ) -> None:
         super().__init__(engine, limits, grammars=grammars)
-        self._head = head
+        self._head = head or TargetHead()
         self._drafts_ahead, self._ahead = draft_ahead, dict[str, tuple[SessionCopy, Shape]]()
         self._expected = set[str]()
         self._stop, self._stats = c_int32(), AheadStats()
         self.meter.watch_ahead(self._stats)
-        self._is_tapped = head is not None and len(head.taps) > 0
-        if head is not None and self._is_tapped:
-            engine.tap(head.taps)
+        self._is_tapped = len(self._head.taps) > 0
+        if self._is_tapped:
+            engine.tap(self._head.taps)
         self._masks = MaskThreads()
 
     @property
@@ -110,13 +106,12 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def close(self) -> None:
         """End the threads of the masks, too."""
         self._masks.close()
-        if self._head is not None:
-            self._head.close()
+        self._head.close()
         super().close()
 
     def step(self) -> list[tuple[VerifyTask, Reply]]:
         """Serve as many blocks as fit, or draft ahead when there are none; return the answers."""
-        if not self.is_idle or self._head is None:
+        if not self.is_idle:
             return super().step()
         length, ahead, self._ahead = self.engine.length, self._ahead, {}
         self._head.prepare(
@@ -128,7 +123,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
             self._ahead = ahead
         return []
 
-    def _start(self, task: VerifyTask, session: SessionCopy) -> Running[VerifyTask]:
+    def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
         proposal = task.proposal
         self._ahead.pop(task.session_id, None)
         was_expected = task.session_id in self._expected
@@ -140,7 +135,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
             prompt = session.tokens[: session.spec.prompt_length]
             running.scores = PromptScores(prompt, num_top, self.engine.vocab_size)
             running.is_scored = True
-        running.must_draft = self._head is not None and task.head is not None and task.head.depth > 0
+        running.must_draft = task.head is not None and task.head.depth > 0
         running.is_expected = running.must_draft and was_expected
         return running
 
@@ -148,21 +143,20 @@ class TargetScheduler(Scheduler[VerifyTask]):
         """Let the head draft, and begin the masks that no step waits for."""
         self._draft_blocks()
         for running in self._running.values():
-            assert isinstance(running, _Verifying)
             if running.session.has_slow_masks and not (running.has_masks or running.must_draft):
                 running.must_mask = True
-                self._begin_masks(running)
+                self._masks.begin(running, partial(self._prepare, running))
 
     def _draft_blocks(self) -> None:
         """Draft for the oldest blocks that leave it to the head, as many as a step may verify."""
         drafting, num_tokens = list[_Verifying](), 0
         for one in self._running.values():
-            if isinstance(one, _Verifying) and one.must_draft and one.task.head is not None:
+            if one.must_draft and one.task.head is not None:
                 num_tokens += 1 + max(one.task.head.depth, one.task.head.max_nodes)
                 if drafting and num_tokens > self.budget.num_tokens:
                     break
                 drafting.append(one)
-        if not drafting or self._head is None:
+        if not drafting:
             return
         asked = []
         for running in drafting:
@@ -181,43 +175,32 @@ class TargetScheduler(Scheduler[VerifyTask]):
             if len(proposal) < self.limits.max_batch_tokens:
                 running.propose(proposal)
 
-    def _step(self, batch: list[tuple[Running[VerifyTask], SequenceInput]]) -> list[Tensor]:
+    def _step(self, batch: list[tuple[_Verifying, SequenceInput]]) -> list[Tensor]:
         """Run the forward, and meanwhile compute the masks of the sessions with a grammar."""
         for running, feed in batch:
             if feed.num_logits:
-                self._begin_masks(running)
+                self._masks.begin(running, partial(self._prepare, running))
         self.num_forwards = 1
         logits = self.engine.step([feed for _, feed in batch])
-        sessions = [running.session for running, feed in batch if feed.num_logits]
-        wait([one.masking for one in sessions if one.masking is not None], MAX_WAIT_S)
+        wait_for_masks(running.session for running, feed in batch if feed.num_logits)
         if self._is_tapped:
             for (running, feed), states in zip(batch, self.engine.taps, strict=True):
                 self._note_states(running, feed, states)
         return logits
 
-    def _note_states(self, running: Running[VerifyTask], feed: SequenceInput, states: Tensor) -> None:
+    def _note_states(self, running: _Verifying, feed: SequenceInput, states: Tensor) -> None:
         """Keep the hidden states of committed tokens; those of a proposal wait for the verdict."""
-        assert isinstance(running, _Verifying)
-        if self._head is None or running.task.head is None:
+        if running.task.head is None:
             return
         if feed.start + len(feed.token_ids) < running.num_tokens:
             self._head.take(running.task.session_id, feed.start, states)
         else:
             running.states = states
 
-    def _begin_masks(self, running: Running[VerifyTask]) -> None:
-        assert isinstance(running, _Verifying)
-        if running.session.spec.params.grammar and not running.has_masks:
-            running.has_masks = True
-            self._masks.begin(running.session, partial(self._prepare, running))
+    def _prepare(self, running: _Verifying) -> None:
+        self._edits(running.session).prepare(row_paths(running.task.proposal))
 
-    def _prepare(self, running: Running[VerifyTask]) -> None:
-        began, paths = time.perf_counter(), row_paths(running.task.proposal)
-        self._edits(running.session).prepare(paths)
-        running.timing.mask_us += int((time.perf_counter() - began) * 1e6)
-
-    def _advance(self, running: Running[VerifyTask], logits: Tensor) -> Verdict | None:
-        assert isinstance(running, _Verifying)
+    def _advance(self, running: _Verifying, logits: Tensor) -> Verdict | None:
         scores = running.scores
         if scores is not None:
             scores.take(running.fed_from, logits)
@@ -238,7 +221,6 @@ class TargetScheduler(Scheduler[VerifyTask]):
         """Forget the last forward of a block, except for committed tokens: its masks are late."""
         running.must_mask = True
         if running.states is not None and (num_kept := len(running.states) - running.num_logits) > 0:
-            assert self._head is not None
             self._head.take(running.task.session_id, running.fed_from, running.states[:num_kept])
         running.states = None
         self.engine.truncate(running.session.session_id, running.task.base_position)
@@ -254,7 +236,7 @@ class TargetScheduler(Scheduler[VerifyTask]):
             self.engine.truncate(session.session_id, base + len(path))
         else:
             self.engine.keep_path(session.session_id, base, path)
-        if self._head is not None and running.states is not None:
+        if running.states is not None:
             first = len(running.states) - len(proposal)
             rows = [*range(first), *(first + node for node in path)]
             self._head.take(session.session_id, running.fed_from, running.states[rows])
@@ -273,13 +255,11 @@ class TargetScheduler(Scheduler[VerifyTask]):
     def _forget(self, session: SessionCopy) -> None:
         self._ahead.pop(session.session_id, None)
         self._expected.discard(session.session_id)
-        if self._head is not None:
-            self._head.end(session)
+        self._head.end(session)
         super()._forget(session)
 
     def _forget_prefix(self, session_id: str) -> None:
-        if self._head is not None:
-            self._head.forget(session_id)
+        self._head.forget(session_id)
         super()._forget_prefix(session_id)
 
     def _edits(self, session: SessionCopy) -> LogitEdits:

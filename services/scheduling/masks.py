@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from gammaray.errors import GammarayError
+from services.scheduling.block_queue import Work
 from services.scheduling.sessions import SessionCopy
 
 MAX_WAIT_S = 0.03
@@ -32,34 +34,48 @@ class MaskThreads:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="masks")
         self._slow_thread = ThreadPoolExecutor(1, thread_name_prefix="slow-masks")
 
-    def begin(self, session: SessionCopy, compute: Callable[[], None]) -> None:
-        """Begin to compute masks of a session, which nothing may change meanwhile.
+    def begin(self, work: Work[Any], compute: Callable[[], None]) -> None:
+        """Begin to compute the masks of a block whose session has a grammar, if they were not begun.
 
-        `session.masking` is their future until they are there; its result is None, or a GammarayError.
+        Nothing may change the session meanwhile. `session.masking` is their future until they are there; its
+        result is None, or a GammarayError.
         """
-        threads = self._slow_thread if session.has_slow_masks else self._threads
-        session.masking = threads.submit(self._run, session, compute)
+        session = work.session
+        if session.spec.params.grammar and not work.has_masks:
+            work.has_masks = True
+            threads = self._slow_thread if session.has_slow_masks else self._threads
+            session.masking = threads.submit(compute_masks, work, compute)
 
     def close(self) -> None:
         """Begin no further masks."""
         for threads in (self._threads, self._slow_thread):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, session: SessionCopy, compute: Callable[[], None]) -> GammarayError | None:
-        began = time.perf_counter()
-        try:
-            compute()
-        except GammarayError as error:
-            return error
-        finally:
-            session.has_slow_masks = time.perf_counter() - began > MAX_WAIT_S
-        return None
+
+def compute_masks(work: Work[Any], compute: Callable[[], None]) -> GammarayError | None:
+    """Compute the masks of a block, count the time, and return the error if there is one."""
+    began = time.perf_counter()
+    try:
+        compute()
+    except GammarayError as error:
+        return error
+    finally:
+        took_s = time.perf_counter() - began
+        work.timing.mask_us += int(took_s * 1e6)
+        work.session.has_slow_masks = took_s > MAX_WAIT_S
+    return None
+
+
+def wait_for_masks(sessions: Iterable[SessionCopy]) -> None:
+    """Wait for the masks of these sessions, which are late after `MAX_WAIT_S`."""
+    wait(_masking(sessions), MAX_WAIT_S)
 
 
 def wait_for_any(sessions: Iterable[SessionCopy | None]) -> None:
     """Wait a moment for the masks of one of these sessions, where a scheduler has nothing else to do."""
-    masking: list[Future[GammarayError | None]] = []
-    for session in sessions:
-        if session is not None and session.masking is not None and session.is_masking:
-            masking.append(session.masking)
-    wait(masking, POLL_S, FIRST_COMPLETED)
+    present = (session for session in sessions if session is not None and session.is_masking)
+    wait(_masking(present), POLL_S, FIRST_COMPLETED)
+
+
+def _masking(sessions: Iterable[SessionCopy]) -> list[Future[GammarayError | None]]:
+    return [session.masking for session in sessions if session.masking is not None]

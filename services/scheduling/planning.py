@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import SequenceInput
@@ -92,6 +93,9 @@ class Running(Work[TaskT]):
         )
 
 
+RunningT = TypeVar("RunningT", bound=Running[Any])
+
+
 class StepBudget:
     """Learns how many tokens one step may take, so that no session waits long for the work of others.
 
@@ -124,11 +128,11 @@ class StepBudget:
 
 
 def plan(
-    blocks: Iterable[Running[TaskT]],
+    blocks: Iterable[RunningT],
     num_cached: Callable[[str], int],
     limits: Limits,
     budget: StepBudget | None = None,
-) -> list[tuple[Running[TaskT], SequenceInput]]:
+) -> list[tuple[RunningT, SequenceInput]]:
     """Choose the feeds of the next forward.
 
     The oldest block is always included, so that none starves. Then come the blocks that one forward
@@ -175,12 +179,12 @@ def plan(
     return batch
 
 
-def _choice(running: Running[TaskT]) -> int:
+def _choice(running: Running[Any]) -> int:
     """Return which choice of its request the block's session is."""
     return running.session.spec.params.sample_index
 
 
-def _chunk(running: Running[TaskT], limits: Limits) -> int:
+def _chunk(running: Running[Any], limits: Limits) -> int:
     """Return how many committed tokens of a block one forward may feed."""
     if running.is_scored:
         return min(limits.prefill_chunk, limits.max_scored_rows)

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Generic
 
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from services.engine.engine import Engine
 from services.scheduling.block_queue import BlockQueue, TaskT
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import wait_for_any
-from services.scheduling.planning import Limits, Running, StepBudget, plan
+from services.scheduling.planning import Limits, Running, RunningT, StepBudget, plan
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import NeedTokens, Reply, Timing
 
@@ -35,7 +36,7 @@ MAX_SCORED_BYTES = 128 * 2**20
 _log = logging.getLogger(__name__)
 
 
-class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
+class Scheduler(BlockQueue[TaskT, RunningT], Generic[TaskT, RunningT]):
     """Serves blocks of many sessions with one engine; at most one block per session at a time.
 
     Args:
@@ -60,11 +61,11 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         super().__init__(vocab_size or engine.vocab_size, str(engine.device), grammars)
 
     @abstractmethod
-    def _start(self, task: TaskT, session: SessionCopy) -> Running[TaskT] | object:
+    def _start(self, task: TaskT, session: SessionCopy) -> RunningT | object:
         """Return the work of an admitted task, or its outcome if no forward is needed."""
 
     @abstractmethod
-    def _advance(self, running: Running[TaskT], logits: Tensor) -> object | None:
+    def _advance(self, running: RunningT, logits: Tensor) -> object | None:
         """Take the logits `[num_logits, vocab_size]` of a feed; None requests another forward."""
 
     def stats(self) -> CacheStats:
@@ -108,7 +109,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         """Return the salt of a session's cache, see `Engine.share`."""
         return session.spec.cache_salt
 
-    def _try_start(self, task: TaskT) -> Running[TaskT] | object:
+    def _try_start(self, task: TaskT) -> RunningT | object:
         try:
             session = self.sessions.admit(task)
             if isinstance(session, NeedTokens):
@@ -150,7 +151,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
                 with suppress(CacheFullError):
                     self.engine.fork(source, session.session_id, shared, frozenset(self._running))
 
-    def _forward(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> None:
+    def _forward(self, batch: list[tuple[RunningT, SequenceInput]]) -> None:
         began = time.perf_counter()
         for running, _ in batch:
             self._note_start(running)
@@ -175,7 +176,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
             del self._running[running.task.session_id]
             self._reply(running.task, outcome, running.timing)
 
-    def _run_engine(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> list[Tensor] | None:
+    def _run_engine(self, batch: list[tuple[RunningT, SequenceInput]]) -> list[Tensor] | None:
         """Run the forward; None when it failed, in which case the affected blocks were answered.
 
         Raises:
@@ -199,7 +200,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
             self._fail(batch, InternalError(f"the forward failed: {type(error).__name__}: {error}"))
         return None
 
-    def _step(self, batch: list[tuple[Running[TaskT], SequenceInput]]) -> list[Tensor]:
+    def _step(self, batch: list[tuple[RunningT, SequenceInput]]) -> list[Tensor]:
         """Run the forward.
 
         A worker may run several in one call: it sets `num_forwards` and writes what it fed to `batch`.
@@ -207,7 +208,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
         self.num_forwards = 1
         return self.engine.step([feed for _, feed in batch])
 
-    def _try_advance(self, running: Running[TaskT], logits: Tensor) -> object | None:
+    def _try_advance(self, running: RunningT, logits: Tensor) -> object | None:
         try:
             return self._advance(running, logits)
         except EngineLostError:
@@ -220,7 +221,7 @@ class Scheduler(BlockQueue[TaskT, Running[TaskT]]):
             self.engine.release(running.task.session_id)
             return InternalError(f"{type(error).__name__}: {error}")
 
-    def _fail(self, batch: list[tuple[Running[TaskT], SequenceInput]], error: GammarayError) -> None:
+    def _fail(self, batch: list[tuple[RunningT, SequenceInput]], error: GammarayError) -> None:
         for running, _ in batch:
             del self._running[running.task.session_id]
             self.engine.release(running.task.session_id)

@@ -30,6 +30,8 @@ from services.speculation.session import Speculation
 
 _log = logging.getLogger(__name__)
 
+Request = tuple[SessionCopy, Shape, int]
+
 CHUNK = 512
 """Tokens of one session in one forward of the drafter."""
 
@@ -37,14 +39,58 @@ _TOP_K, _WEIGHT_BITS = 64, 24
 """Rejection: support of a distribution and bits of its weights' sum; large, as nothing is sent."""
 
 
-class LocalDrafter:
+class TargetHead:
+    """What drafts in a target worker for its sessions; this base class stands for none and proposes nothing.
+
+    Attributes:
+        taps: The hidden states of the target that `take` expects, by the ids of `Engine.tap`.
+    """
+
+    taps: Sequence[int] = ()
+
+    def close(self) -> None:
+        """End what runs beside the sessions."""
+
+    def end(self, session: SessionCopy) -> None:
+        """Forget a session that has ended."""
+
+    def forget(self, session_id: str) -> None:
+        """Delete what is kept of an ended session."""
+
+    def take(self, session_id: str, start: int, states: Tensor) -> None:
+        """Keep the hidden states of committed positions.
+
+        Args:
+            start: Position of the first.
+            states: The target's states [positions, taps, hidden_size].
+        """
+
+    def draft(self, requests: Sequence[Request]) -> list[Proposal]:
+        """Return a proposal for each session, empty where there can be none or the drafter fails.
+
+        Args:
+            requests: Each session with the shape of its proposal and the number of its tokens whose hidden
+                states may be known: what is known of later positions is of other tokens.
+
+        Returns:
+            The proposals; those that took no forward are marked as prepared.
+        """
+        return [Proposal()] * len(requests)
+
+    def prepare(self, requests: Sequence[Request], stop: c_int32) -> None:
+        """Draft what `draft` will probably be called for next, so that it needs fewer forwards or none.
+
+        Args:
+            requests: As for `draft`, after tokens that will probably be committed.
+            stop: Once it is not 0, the current forward is the last one.
+        """
+
+
+class LocalDrafter(TargetHead):
     """Drafts for the sessions of a target with a draft model, a whole proposal of each in one call.
 
     Args:
         engine: Runs the draft model; its logits are those of the target's tokens.
-
-    Attributes:
-        taps: The hidden states of the target that `take` expects, by the ids of `Engine.tap`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -52,23 +98,10 @@ class LocalDrafter:
         self._model = DraftModel(engine, top_k=_TOP_K, bits=_WEIGHT_BITS)
         self._speculations: dict[str, Speculation] = {}
 
-    def close(self) -> None:
-        """End what runs beside the sessions: nothing."""
-
     def end(self, session: SessionCopy) -> None:
-        """Forget a session that has ended."""
         self.drop(session.session_id)
 
-    def forget(self, session_id: str) -> None:
-        """Delete what is kept of an ended session: nothing."""
-
     def take(self, session_id: str, start: int, states: Tensor) -> None:
-        """Keep the hidden states of committed positions; where that fails, the session is forgotten.
-
-        Args:
-            start: Position of the first.
-            states: The target's states [positions, taps, hidden_size].
-        """
         try:
             self._take(session_id, start, states)
         except Exception as error:  # the target continues without proposals
@@ -81,31 +114,14 @@ class LocalDrafter:
         self._speculations.pop(session_id, None)
         self.engine.release(session_id)
 
-    def draft(self, requests: Sequence[tuple[SessionCopy, Shape, int]]) -> list[Proposal]:
-        """Return a proposal for each session, empty where there can be none or the drafter fails.
-
-        Args:
-            requests: Each session with the shape of its proposal and the number of its tokens whose hidden
-                states may be known: what is known of later positions is of other tokens.
-
-        Returns:
-            The proposals; those that took no forward are marked as prepared.
-        """
+    def draft(self, requests: Sequence[Request]) -> list[Proposal]:
         return self._try_draft(requests, None)
 
-    def prepare(self, requests: Sequence[tuple[SessionCopy, Shape, int]], stop: c_int32) -> None:
-        """Draft what `draft` will probably be called for next, so that it needs fewer forwards or none.
-
-        Args:
-            requests: As for `draft`, after tokens that will probably be committed.
-            stop: Once it is not 0, the current forward is the last one.
-        """
+    def prepare(self, requests: Sequence[Request], stop: c_int32) -> None:
         if not stop.value:
             self._try_draft(requests, stop)
 
-    def _try_draft(
-        self, requests: Sequence[tuple[SessionCopy, Shape, int]], stop: c_int32 | None
-    ) -> list[Proposal]:
+    def _try_draft(self, requests: Sequence[Request], stop: c_int32 | None) -> list[Proposal]:
         try:
             with torch.inference_mode():
                 return self._draft(requests, stop)
@@ -116,9 +132,7 @@ class LocalDrafter:
                 self.drop(session.session_id)
             return [Proposal()] * len(requests)
 
-    def _draft(
-        self, requests: Sequence[tuple[SessionCopy, Shape, int]], stop: c_int32 | None
-    ) -> list[Proposal]:
+    def _draft(self, requests: Sequence[Request], stop: c_int32 | None) -> list[Proposal]:
         begun = [self._begin(*request) for request in requests]
         pending = [one for one in begun if one is not None]
         while unread := [one for one in pending if one.advance()]:

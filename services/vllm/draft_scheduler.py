@@ -13,16 +13,15 @@ is complete; any other text drops the request. Neither the tokens nor their numb
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import ClassVar
 
 from gammaray.errors import CancelledError, GammarayError
 from gammaray.types import Proposal, SparseDistribution, VerificationMethod
 from services.scheduling.grammars import Grammars
 from services.scheduling.load import LoadCounters
+from services.scheduling.masks import compute_masks
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
@@ -262,25 +261,9 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self._end_work(work, self._too_small())
 
     def _begin_masks(self, posted: dict[str, DraftBlock]) -> Callable[[], Masks] | None:
-        has_grammar = any(
-            request_id in self._by_request and self._by_request[request_id].session.spec.params.grammar
-            for request_id in posted
-        )
-        return partial(self._make_masks, posted) if has_grammar else None
-
-    def _make_masks(self, posted: dict[str, DraftBlock]) -> Masks:
-        masks: dict[str, Sequence[bytes | None] | GammarayError | None] = {}
-        for request_id in posted:
-            work = self._by_request.get(request_id)
-            if work is None or not work.session.spec.params.grammar:
-                continue
-            began = time.perf_counter()
-            try:
-                masks[request_id] = work.session.grammar_masks([work.token_ids])
-            except GammarayError as error:
-                masks[request_id] = error
-            work.timing.mask_us += int((time.perf_counter() - began) * 1e6)
-        return Masks(masks)
+        works = [self._by_request[request_id] for request_id in posted if request_id in self._by_request]
+        masked = [work for work in works if work.session.spec.params.grammar]
+        return (lambda: Masks({work.request_id: _masks(work) for work in masked})) if masked else None
 
     def _may_go_ahead(self, spec: SessionSpec, tokens: Sequence[int], limit: int) -> bool:
         """Whether a request may draft ahead: only where the draft's choice predicts the target's token."""
@@ -371,3 +354,9 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
 
 def _replaced(task: ProposeTask) -> CancelledError:
     return CancelledError(f"a newer block of session {task.session_id} has arrived")
+
+
+def _masks(work: _Drafting) -> Sequence[bytes | None] | GammarayError:
+    masks: list[bytes | None] = []
+    error = compute_masks(work, lambda: masks.extend(work.session.grammar_masks([work.token_ids])))
+    return error or masks

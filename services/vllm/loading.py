@@ -14,7 +14,7 @@ from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.drafter import is_ordinary
 from services.heads.loading import names_head
-from services.learning.swapped_head import check_swapped, swapped_head
+from services.learning.swapped_head import FixedHead, check_swapped, swapped_head
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
@@ -50,10 +50,10 @@ def load_target(path: str, settings: TargetSettings, limits: Limits) -> tuple[Vl
             head=head,
         )
     )
-    learner = None
+    served = FixedHead()
     if settings.learn:
-        learner = swapped_head(settings.learn, path, head, engine.vocab_size, engine.load_head)
-    return engine, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size), learner)
+        served = swapped_head(settings.learn, path, head, engine.vocab_size, engine.load_head)
+    return engine, VllmScheduler(engine, limits, Grammars(path, engine.vocab_size), served)
 
 
 def _head(name: str, target: str) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -23,9 +22,9 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import PromptLogprobs, Proposal
 from services.engine.core.errors import EngineLostError
 from services.engine.sampling.edits import row_paths
-from services.learning.swapped_head import SwappedHead
+from services.learning.swapped_head import FixedHead
 from services.scheduling.grammars import Grammars
-from services.scheduling.masks import MAX_WAIT_S, MaskThreads, wait_for_any
+from services.scheduling.masks import MaskThreads, wait_for_any, wait_for_masks
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import Reply, SessionSpec, VerifyTask
@@ -59,14 +58,12 @@ class _Verifying(RequestWork[VerifyTask]):
         depth: Tokens that vLLM's drafter proposes after its step.
         follows: The block that is posted once the request has read the prompt; None: it is posted already.
         num_needed: KV blocks of the request when the block has been verified.
-        has_masks: Whether the masks of its rows were begun.
-        masks: These masks, once they are there.
+        masks: The masks of its rows, once they are there.
     """
 
     depth: int = 0
     follows: PostedBlock | None = None
     num_needed: int = 0
-    has_masks: bool = False
     masks: Sequence[bytes | None] = ()
 
     @property
@@ -80,7 +77,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     """Verifies blocks with vLLM.
 
     Args:
-        head: The versions of the engine's head, if it learns.
+        head: The versions of the engine's head.
     """
 
     role: ClassVar[str] = "target"
@@ -90,13 +87,13 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         engine: VllmEngine,
         limits: Limits,
         grammars: Grammars | None = None,
-        head: SwappedHead | None = None,
+        head: FixedHead | None = None,
     ) -> None:
         self.requests: dict[str, _Request] = {}  # by session, least recently used first
         super().__init__(engine, limits, grammars)
-        self._head = head
-        if head is not None:
-            self.meter.watch_first_tokens(head.versions.first_tokens)
+        self._head = head or FixedHead()
+        if self._head.first_tokens is not None:
+            self.meter.watch_first_tokens(self._head.first_tokens)
         self._masks = MaskThreads()
 
     def fail_all(self, error: GammarayError) -> None:
@@ -107,8 +104,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     def close(self) -> None:
         """End vLLM's engine, what trains, and the threads of the masks."""
         self._masks.close()
-        if self._head is not None:
-            self._head.close()
+        self._head.close()
         self.engine.shutdown()
 
     def step(self) -> list[tuple[VerifyTask, Reply]]:
@@ -117,8 +113,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         self._post_masked()
         if self._by_request:
             self._make_room()
-            if self._head is not None:
-                self._head.take_turns(time.monotonic())
+            self._head.take_turns(time.monotonic())
             result = self._run()
             if result is not None:
                 self._reopen(result.preempted)
@@ -144,7 +139,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             task.proposal = Proposal(drafts, is_prepared=True, version=request.version)
         work = _Verifying(task, session, "", depth=depth)
         if session.has_slow_masks:
-            self._begin_masks_of(work)
+            self._masks.begin(work, partial(_compute_masks, work))
         if not session.is_masking:
             self._post(work)
         return work
@@ -189,7 +184,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             session.spec,
             salt_of(session),
             task.num_prompt_logprobs,
-            is_kept=self._head is not None and task.head is not None and self._head.keeps(session.session_id),
+            is_kept=task.head is not None and self._head.keeps(session.session_id),
         )
         if is_split:
             work.follows = block
@@ -208,13 +203,11 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             self.engine.close(work.request_id)
 
     def _forget(self, session: SessionCopy) -> None:
-        if self._head is not None:
-            self._head.end(session)
+        self._head.end(session)
         super()._forget(session)
 
     def _forget_prefix(self, session_id: str) -> None:
-        if self._head is not None:
-            self._head.forget(session_id)
+        self._head.forget(session_id)
         super()._forget_prefix(session_id)
 
     def _close_requests(self, session_id: str) -> None:
@@ -244,7 +237,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         num_rows = sum(1 if work.follows is not None else 1 + len(work.task.proposal) for work in works)
         self._count(result, took_us, num_rows)
         for request_id, (start, states) in result.states.items():
-            if self._head is not None and request_id in self._by_request:
+            if request_id in self._by_request:
                 self._head.take(self._by_request[request_id].session.session_id, start, states)
         for request_id, outcome in result.verdicts.items():
             work = self._by_request.get(request_id)
@@ -259,9 +252,8 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
                 work.request_id = ""
             else:
                 session_id, drafts = work.session.session_id, result.drafts.get(request_id, ())
-                version = 0 if self._head is None else self._head.number
-                request = self.requests[session_id]
-                self.requests[session_id] = request._replace(drafts=drafts, version=version)
+                request = self.requests[session_id]._replace(drafts=drafts, version=self._head.number)
+                self.requests[session_id] = request
                 self._finish(work, outcome, result.prompt_scores.get(request_id))
 
     def _finish(self, work: _Verifying, outcome: Verdict | GammarayError, scores: Any) -> None:
@@ -271,7 +263,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             session.tokens += [*emitted, outcome.next_token_id]
             if task.head is not None and task.head.depth > 0:
                 outcome = replace(outcome, drafted=task.proposal)
-                if self._head is not None and task.proposal:
+                if task.proposal:
                     first, is_accepted = task.base_position, bool(outcome.accepted_path)
                     self._head.count(task.proposal.version, session.session_id, first, is_accepted)
             if scores is not None:
@@ -312,23 +304,17 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         works = [self._by_request[name] for name, block in posted.items() if block.known_token_id is None]
         masked = [work for work in works if work.session.spec.params.grammar]
         for work in masked:
-            self._begin_masks_of(work)
+            self._masks.begin(work, partial(_compute_masks, work))
         return partial(_wait_for_masks, masked) if masked else None
 
-    def _begin_masks_of(self, work: _Verifying) -> None:
-        if work.session.spec.params.grammar and not work.has_masks:
-            work.has_masks = True
-            self._masks.begin(work.session, partial(self._compute_masks, work))
 
-    def _compute_masks(self, work: _Verifying) -> None:
-        began, paths = time.perf_counter(), row_paths(work.task.proposal)
-        work.masks = work.session.grammar_masks(paths)
-        work.timing.mask_us += int((time.perf_counter() - began) * 1e6)
+def _compute_masks(work: _Verifying) -> None:
+    work.masks = work.session.grammar_masks(row_paths(work.task.proposal))
 
 
 def _wait_for_masks(works: Sequence[_Verifying]) -> Masks:
     """Return the masks of blocks, once they are there or late."""
-    wait([work.session.masking for work in works if work.session.masking is not None], MAX_WAIT_S)
+    wait_for_masks(work.session for work in works)
     return Masks({work.request_id: _masks(work) for work in works})
 
 
