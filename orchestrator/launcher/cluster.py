@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -31,6 +32,7 @@ from gammaray.client.sync_client import Client
 from gammaray.config import ClusterSettings, OrchestratorSettings, PoolSize, WorkerSettings, settings_error
 from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENVIRONMENT, role_settings
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
+from gammaray.program.parents import end_with_parent
 from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
 from orchestrator.launcher.preflight import (
     check_drafting_head,
@@ -42,7 +44,7 @@ from orchestrator.launcher.preflight import (
     worker_cores,
     worker_gpus,
 )
-from orchestrator.launcher.reaper import MARK, Guardian, children_named, die_with_parent, end_marked, runs
+from orchestrator.launcher.reaper import MARK, Guardian, children_named, end_marked, runs
 from orchestrator.launcher.signals import Stop, StopSignals, silence
 from orchestrator.launcher.trust import Trust, arrange_trust, check_access, reachable
 
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse_options(argv)
         announce = announcer(options, reachable(options.cluster.host))
         if options.die_with_parent:
-            die_with_parent()
+            end_with_parent(signal.SIGTERM)
         signals.take()
         with ExitStack() as started:
             serve_cluster(options, started, signals, announce)

@@ -9,7 +9,6 @@ removes the cluster's directory.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -24,7 +23,6 @@ import psutil
 MARK = "GAMMARAY_CLUSTER_ID"
 """Environment variable with the cluster's id; set it before the first process of the cluster starts."""
 
-_PR_SET_PDEATHSIG = 1
 _KILL_TIMEOUT_S = 10.0
 
 
@@ -53,12 +51,6 @@ class Guardian:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def die_with_parent() -> None:
-    """Request SIGTERM when the parent of this process ends, even by kill -9 (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def children_named(names: Collection[str]) -> dict[psutil.Process, str]:

@@ -20,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from gammaray.errors import UnavailableError
+from gammaray.program import parents
 from gammaray.program.ports import free_port
 
 START_TIMEOUT_S = 10.0
@@ -28,17 +29,6 @@ POLL_S = 0.01
 NUM_TRIES = 5
 MAX_REVIVALS, REVIVALS_PER_S = 10, 10.0
 """The server is not restarted after it has ended `MAX_REVIVALS` times within `REVIVALS_PER_S` seconds."""
-
-# Runs before exec of redis-server: when the starting process dies, by whatever cause, the kernel terminates
-# the server too (PR_SET_PDEATHSIG = 1; the setting survives exec). Linux only; elsewhere the server stays up.
-_LAUNCHER = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit("the starting process is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class RedisServer:
@@ -151,7 +141,7 @@ def _launch(
     )
     # In its own session, so that Ctrl-C reaches only the launcher, which stops the parts in order.
     process = subprocess.Popen(
-        [sys.executable, "-c", _LAUNCHER, str(os.getpid()), binary, "-"],
+        [sys.executable, parents.__file__, str(os.getpid()), binary, "-"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer
 
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from gammaray.program.files import replacing, try_lock
 from gammaray.program.prompts import read_prompts
 from gammaray.qualify.training import TrainTask
 from services.engine.core.model import eos_token_ids, load_model
@@ -64,10 +64,8 @@ def run(task: TrainTask, report: Callable[[str], None], stopped: Callable[[], bo
         work.mkdir(parents=True, exist_ok=True)
         lock = (work / "lock").open("w")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FailedPreconditionError(f"another process trains in {work}") from None
+        if not try_lock(lock):
+            raise FailedPreconditionError(f"another process trains in {work}")
         return _Run(task, path, work, report, stopped).run()
 
 
@@ -235,14 +233,12 @@ class _Run:
     def _save(self, drafter: Trainable, optimizer: torch.optim.Optimizer, made: _Progress) -> None:
         state = {"shape": self._shape, "step": made.step, "best": made.best, "worse": made.worse}
         state |= {"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict()}
-        temporary = self.work / ".state.pt.new"
         with disk(self.work):
             try:
-                torch.save(state, temporary)
+                with replacing(self.work / "state.pt") as path:
+                    torch.save(state, path)
             except RuntimeError as error:  # torch's own error where a write fails
-                temporary.unlink(missing_ok=True)
                 raise OSError(str(error).splitlines()[0]) from error
-            temporary.replace(self.work / "state.pt")
             write_json(self.clock, self.elapsed())
 
     def _restore(self, drafter: Trainable, optimizer: torch.optim.Optimizer) -> _Progress:

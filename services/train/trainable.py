@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from abc import abstractmethod
 from collections.abc import Sequence as Items
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gammaray.errors import FailedPreconditionError
+from gammaray.program.files import replacing
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.answers.store import Sequence, disk, write_json
 from services.train.batches import Batch
@@ -183,13 +183,11 @@ def write_drafter(
     )
     with disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / ".model.safetensors.new"
         try:
-            save_file(stored, temporary, metadata={"format": "pt"})
+            with replacing(folder / "model.safetensors") as path:
+                save_file(stored, path, metadata={"format": "pt"})
         except Exception as error:  # safetensors reports a full disk by an error class of its own
-            temporary.unlink(missing_ok=True)
             raise OSError(f"model.safetensors: {error}") from error
-        os.replace(temporary, folder / "model.safetensors")
         write_json(folder / "config.json", config)
         write_json(folder / "gammaray.json", described)
         (folder / "README.md").write_text(text, encoding="utf-8")

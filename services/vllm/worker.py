@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from gammaray.program.parents import end_with_parent
 from services.vllm.draft_sampler import DraftSampler
 from services.vllm.heads import CoupledDrafts, replace_weights
 from services.vllm.held_scheduler import NoProposer
@@ -23,8 +22,6 @@ if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 else:
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-
-_PR_SET_PDEATHSIG = 1
 
 
 class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes are not typed here
@@ -112,8 +109,8 @@ def _die_with_parent() -> None:
     vLLM asks its ranks to end through a pipe, which one that waits for another rank does not read.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or sys.platform != "linux":
+    if parent is None:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent(signal.SIGKILL)
     if not parent.is_alive():
         os._exit(1)

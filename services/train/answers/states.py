@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gammaray.program.files import replacing
 from services.train.answers.store import Sequence, disk
 
 
@@ -64,10 +65,8 @@ class StateStore:
         states = torch.stack([found[tap] for tap, _ in self._tapped], dim=2).to("cpu", torch.bfloat16)
         with disk(self._folder):
             for one, rows in zip(sequences, states, strict=True):
-                temporary = self._folder / f".{one.number}.new"
-                with temporary.open("wb") as file:
+                with replacing(self._path(one)) as path, path.open("wb") as file:
                     np.save(file, rows[: len(one.token_ids)].view(torch.int16).numpy())
-                temporary.replace(self._path(one))
 
 
 def recorder(found: dict[int, Tensor], tap: int) -> Callable[..., None]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
+from gammaray.program.files import replacing
 
 _Array = NDArray[Any]
 
@@ -65,16 +66,13 @@ class AnswerStore:
         """Store one sequence; where the disk is full, the stored ones stay intact."""
         temperature = round(1000 * sequence.temperature)
         name = f"{sequence.number}-{len(sequence.token_ids)}-{sequence.num_prompt}-{temperature}.npz"
-        temporary = self.folder / f".{name}.new"
-        with disk(self.folder):
-            with temporary.open("wb") as file:
-                np.savez(
-                    file,
-                    token_ids=sequence.token_ids.astype(np.int32),
-                    top_ids=sequence.top_ids.astype(np.int32),
-                    top_logs=sequence.top_logs.astype(np.float16),
-                )
-            temporary.replace(self.folder / name)
+        with disk(self.folder), replacing(self.folder / name) as path, path.open("wb") as file:
+            np.savez(
+                file,
+                token_ids=sequence.token_ids.astype(np.int32),
+                top_ids=sequence.top_ids.astype(np.int32),
+                top_logs=sequence.top_logs.astype(np.float16),
+            )
         self.jobs.add(sequence.number)
         self.num_answer_tokens += sequence.num_answer
 
@@ -94,9 +92,8 @@ def _parsed(path: Path) -> tuple[int, int, int, int]:
 
 def write_json(path: Path, value: object) -> None:
     """Write a file that is either the old or the new one, whatever happens."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as new:
+        new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager

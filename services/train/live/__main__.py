@@ -5,8 +5,6 @@ It runs at idle priority, so that serving has the processors first, and ends wit
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import logging
 import os
 import signal
@@ -19,8 +17,9 @@ import click
 
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.program.failures import failure_of
+from gammaray.program.files import try_lock
+from gammaray.program.parents import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _PERIOD_S = 2.0
 _FAILED_WAIT_S = 60.0
 """After a round that could not write."""
@@ -36,8 +35,8 @@ _log = logging.getLogger(__name__)
 def _learn(folder: Path, target: str, drafter: str, parent: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s learning: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as SIGTERM: it may end at any moment, also in a long step
+    end_with_parent(signal.SIGKILL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.nice(19)
     os.umask(0o077)
@@ -63,9 +62,7 @@ def train_until(
 
     torch.set_num_threads(1)
     with open_file(make_folder(folder) / "trainer.lock") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock):
             return  # another worker's process trains for all of this machine
         try:
             trainer = Trainer(LearningFolder(folder), target, drafter, stopped)

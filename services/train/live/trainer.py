@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gammaray.errors import GammarayError
 from gammaray.learning.consents import Consents
-from gammaray.learning.folder import DrafterStore, LearningFolder, RecordName, Version, stored_streams
+from gammaray.learning.folder import DrafterFolder, LearningFolder, RecordName, Version, stored_streams
 from services.engine.core.model import load_model
 from services.heads.loading import load_head
 from services.train.answers.store import TOP_K, Sequence
@@ -97,7 +97,7 @@ class Trainer:
         self._seen: dict[str, set[str]] = {}  # streams of a drafter's last round
         self._said: dict[str, str] = {}
         self._failed = ""  # drafter whose last round ended early
-        self._new_training(DrafterStore(folder.path), 0)  # fails now, not after the first streams
+        self._new_training(DrafterFolder(folder.path), 0)  # fails now, not after the first streams
         for store in folder.stores():
             shutil.rmtree(store.path / "new", ignore_errors=True)  # of a process that ended
 
@@ -132,7 +132,7 @@ class Trainer:
         self._trainings = {n: one for n, one in self._trainings.items() if consents.covers(one.tenants)}
         self._records = {path: one for path, one in self._records.items() if path.exists()}
 
-    def _wait_of(self, store: DrafterStore, consents: Consents) -> tuple[str, int, list[Path]]:
+    def _wait_of(self, store: DrafterFolder, consents: Consents) -> tuple[str, int, list[Path]]:
         """Return what a drafter waits for, how many new tokens it may be trained on, and its streams."""
         name, found, tenants = store.path.name, store.read(), consents.drafters().get(store.path.name, ())
         streams = sorted(
@@ -158,7 +158,7 @@ class Trainer:
                 self._folder.write_notes(notes)
                 self._said = notes
 
-    def _round(self, store: DrafterStore, files: Items[Path], consents: Consents) -> Version | None:
+    def _round(self, store: DrafterFolder, files: Items[Path], consents: Consents) -> Version | None:
         name, stable = store.path.name, store.read().stable
         training = self._trainings.pop(name, None)  # added again as the newest one
         if training is None or training.parent != stable:
@@ -203,12 +203,12 @@ class Trainer:
             train_on(training.drafter, training.optimizer, taught, STEP_TOKENS, seed, "coupled")
         return True
 
-    def _new_training(self, store: DrafterStore, number: int) -> _Training:
+    def _new_training(self, store: DrafterFolder, number: int) -> _Training:
         drafter = self._drafter(store, number)
         tenants = dict(store.read().version(number).tenants) if number else {}
         return _Training(number, drafter, optimizer_of(drafter, RATE), tenants)
 
-    def _drafter(self, store: DrafterStore, number: int) -> Trainable:
+    def _drafter(self, store: DrafterFolder, number: int) -> Trainable:
         directory = str(store.directory(number)) if number else self._base
         # The ids of its output are taken with the weights.
         head = load_head(directory, self._target)[0].config
@@ -217,7 +217,7 @@ class Trainer:
         return drafter
 
     def _publish(
-        self, store: DrafterStore, training: _Training, before: float, after: float, tokens: int
+        self, store: DrafterFolder, training: _Training, before: float, after: float, tokens: int
     ) -> Version | None:
         written = store.path / "new"
         shutil.rmtree(written, ignore_errors=True)

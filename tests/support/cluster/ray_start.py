@@ -1,6 +1,7 @@
 """Starts of Ray on a machine that may be busy."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +13,9 @@ from typing import Any, TypeVar
 import yaml
 
 from gammaray.deploy.serve_config import APPLICATIONS
+from gammaray.program.parents import end_with_parent
 from orchestrator.launcher.cluster import private_directory, serve_environment
-from orchestrator.launcher.reaper import MARK, Guardian, die_with_parent, end_marked
+from orchestrator.launcher.reaper import MARK, Guardian, end_marked
 
 HOST = "127.0.0.1"
 NUM_TRIES = 4
@@ -42,7 +44,7 @@ def private_place() -> Iterator[tuple[Path, Callable[[str], None], ExitStack]]:
 
     Standard output is for answers only: what else is printed goes to standard error.
     """
-    die_with_parent()
+    end_with_parent(signal.SIGTERM)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with ExitStack() as started:
