@@ -9,6 +9,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 from gammaray.aio import end_tasks
 from gammaray.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
@@ -40,7 +41,7 @@ class GrammarChecks:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._results: OrderedDict[bytes, InvalidArgumentError | float] = OrderedDict()
-        self._running: dict[bytes, _Shared] = {}
+        self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._places = Admission(MAX_RUNNING, MAX_WAITING, MAX_WAIT_S, tenant_capacity=1)
         self._pool: asyncio.Task[CheckPool] | None = None
 
@@ -114,16 +115,10 @@ class GrammarChecks:
     async def _check_once(self, grammar: str, caller: Caller) -> None:
         key = _digest(grammar)
         # Another request of this grammar, such as another choice of this one, may be checking it.
-        shared = self._running.setdefault(key, _Shared())
-        shared.num_callers += 1
-        try:
-            async with shared.one_by_one:
-                if key not in self._results:
-                    self._remember(key, await self._run(grammar, caller))
-        finally:
-            shared.num_callers -= 1
-            if shared.num_callers == 0:
-                del self._running[key]
+        turn = self._turns.setdefault(key, asyncio.Lock())
+        async with turn:
+            if key not in self._results:
+                self._remember(key, await self._run(grammar, caller))
         self._results.move_to_end(key)
         found = self._results[key]
         if isinstance(found, InvalidArgumentError):
@@ -151,14 +146,6 @@ class GrammarChecks:
             make = in_thread(self._tokenizer.check_pool, MAX_RUNNING)
             self._pool = asyncio.create_task(make, name="tokenizer of the grammar checks")
         return await asyncio.shield(self._pool)
-
-
-class _Shared:
-    """The requests of one grammar that is being checked."""
-
-    def __init__(self) -> None:
-        self.one_by_one = asyncio.Lock()
-        self.num_callers = 0
 
 
 def _digest(grammar: str) -> bytes:

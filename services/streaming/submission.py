@@ -1,4 +1,4 @@
-"""The way of blocks to the engine: one with a grammar, and what follows in its session, waits for it."""
+"""Holds a session's blocks until its grammar is compiled, and submits them to the engine in order."""
 
 from __future__ import annotations
 
