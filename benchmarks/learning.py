@@ -38,7 +38,7 @@ from gammaray import AsyncClient
 from gammaray.bench.svg import bar_chart
 from gammaray.bench.systems import Ask, Stack
 from gammaray.bench.tables import plain_table
-from gammaray.learning.folder import OPEN, DrafterStore, LearningFolder
+from gammaray.learning.folder import OPEN, DrafterFolder, LearningFolder
 from orchestrator.text.tokenizer import Tokenizer
 
 _TABLES = {
@@ -112,7 +112,7 @@ async def stream(
 
 
 async def serve(
-    clients: Sequence[AsyncClient], tokenizer: Tokenizer, options: argparse.Namespace, learned: DrafterStore
+    clients: Sequence[AsyncClient], tokenizer: Tokenizer, options: argparse.Namespace, learned: DrafterFolder
 ) -> list[Stream]:
     """Send the requests, to each cluster in turn, and return the streams."""
     made: list[Stream] = []

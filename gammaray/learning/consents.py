@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import socket
@@ -13,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from gammaray.learning.private import make_folder, open_file
+from gammaray.program.files import try_lock
 from gammaray.security.keys import locked
 
 OPEN, SHARED, TENANT = "open", "shared", "tenant-"
@@ -85,7 +85,7 @@ class Confirmation:
         self._path = make_folder(folder / "workers") / name
         with locked(folder / "workers", "learn"):
             self._file = open_file(self._path)
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try_lock(self._file)
 
     def confirm(self, generation: int) -> None:
         """Note that what was written and what drafts agrees with the consents of a generation."""
@@ -104,9 +104,8 @@ def confirmed(folder: Path) -> dict[str, int]:
     with locked(folder / "workers", "learn"):
         for path in (folder / "workers").glob("*"):
             with open_file(path) as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if try_lock(file, is_shared=True):
                     path.unlink()
-                except BlockingIOError:
+                else:
                     found[path.name] = int(file.read() or b"-1")
     return found

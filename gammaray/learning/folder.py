@@ -3,7 +3,7 @@
     FOLDER/tenants.json           tenants that agreed, see `Consents`
     FOLDER/training.json          what the training process says of each drafter
     FOLDER/workers/               what each worker at work has applied, see `Confirmation`
-    FOLDER/NAME/state.json        the versions of one drafter, see `Drafters`
+    FOLDER/NAME/state.json        the versions of one drafter, see `DrafterState`
     FOLDER/NAME/versions/000001/  its weights, as `gammaray train` writes them
     FOLDER/NAME/records/          finished streams that it may learn from
 
@@ -14,7 +14,6 @@ folder's owner alone.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -31,6 +30,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gammaray.learning.consents import OPEN, SHARED, TENANT, Consent, Consents, confirmed
 from gammaray.learning.private import make_folder, secure
+from gammaray.program.files import try_lock
 from gammaray.security.keys import is_tenant, locked, replace_file
 
 ANCESTORS, FORMER, LISTED = 3, 3, 20
@@ -137,8 +137,8 @@ class Version(BaseModel):
     reason: str = ""
 
 
-class Drafters(BaseModel):
-    """The versions of one drafter.
+class DrafterState(BaseModel):
+    """Which versions of a drafter there are, and which of them serves.
 
     Args:
         versions: The newest ones, and those whose weights are kept, by number.
@@ -168,13 +168,13 @@ class Drafters(BaseModel):
     def newest(self) -> int:
         return self.versions[-1].number if self.versions else 0
 
-    def with_status(self, number: int, status: Status, reason: str = "") -> Drafters:
+    def with_status(self, number: int, status: Status, reason: str = "") -> DrafterState:
         """Return these with another status of one version."""
         changed = self.version(number).model_copy(update={"status": status, "reason": reason})
         versions = tuple(changed if one.number == number else one for one in self.versions)
         return self.model_copy(update={"versions": versions})
 
-    def with_stable(self, number: int) -> Drafters:
+    def with_stable(self, number: int) -> DrafterState:
         """Return these with another stable version; the one before becomes a former one."""
         changed = self
         if self.stable and self.version(self.stable).status == "stable":
@@ -200,7 +200,7 @@ class Drafters(BaseModel):
         ended = [one.number for one in self.versions if one.status in ("former", "rolled back")]
         return numbers.union(ended[-FORMER:]) - {0}
 
-    def bounded(self) -> Drafters:
+    def bounded(self) -> DrafterState:
         """Return these without the oldest ones whose weights are not kept."""
         kept, found = self.kept(), self
         for one in self.versions:
@@ -219,15 +219,15 @@ def _read(kind: type[_Model], path: Path) -> _Model:
         raise FailedPreconditionError(f"{path} cannot be read ({type(error).__name__})") from None
 
 
-class DrafterStore:
-    """The versions of one drafter on disk, in FOLDER/NAME; processes change them one after another."""
+class DrafterFolder:
+    """The folder of one drafter, FOLDER/NAME; processes change its state one after another."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self) -> Drafters:
+    def read(self) -> DrafterState:
         """Return the versions; FailedPreconditionError if the file cannot be read."""
-        return _read(Drafters, self.path / "state.json")
+        return _read(DrafterState, self.path / "state.json")
 
     def directory(self, number: int) -> Path:
         return self.path / "versions" / f"{number:06d}"
@@ -244,7 +244,7 @@ class DrafterStore:
         """
         published: list[Version] = []
 
-        def add(found: Drafters) -> Drafters:
+        def add(found: DrafterState) -> DrafterState:
             version = make(found.newest + 1)
             consents = _read(Consents, self.path.parent / TENANTS_FILE)
             if found.candidate is not None or found.is_pinned or not consents.covers(version.tenants):
@@ -271,7 +271,7 @@ class DrafterStore:
         Returns the number of the stable version.
         """
 
-        def end(found: Drafters) -> Drafters:
+        def end(found: DrafterState) -> DrafterState:
             if found.version(number).status not in ("candidate", "stable"):
                 return found
             if found.stable == number:
@@ -286,7 +286,7 @@ class DrafterStore:
         Raises FailedPreconditionError if its weights were deleted.
         """
 
-        def pin(found: Drafters) -> Drafters:
+        def pin(found: DrafterState) -> DrafterState:
             if number and (one := found.version(number)).status in ("retired", "deleted"):
                 raise FailedPreconditionError(f"the weights of version {number} were deleted: {one.reason}")
             if (candidate := found.candidate) not in (None, number):
@@ -306,7 +306,7 @@ class DrafterStore:
         """
         retired: list[int] = []
 
-        def retire(found: Drafters) -> Drafters:
+        def retire(found: DrafterState) -> DrafterState:
             for one in found.versions:
                 if one.status != "retired" and not consents.covers(one.tenants):
                     retired.append(one.number)
@@ -322,11 +322,11 @@ class DrafterStore:
             self._change(retire)
         return retired
 
-    def _change(self, change: Callable[[Drafters], Drafters]) -> Drafters:
+    def _change(self, change: Callable[[DrafterState], DrafterState]) -> DrafterState:
         path = self.path / "state.json"
         make_folder(self.path)
         with locked(path, "learn"):
-            before = _read(Drafters, path)
+            before = _read(DrafterState, path)
             after = change(before).bounded()
             if after != before:
                 replace_file(path, after.model_dump_json(indent=1) + "\n", "learn")
@@ -428,9 +428,7 @@ class LearningFolder:
         notes: dict[str, str] = {}
         otherwise = "no process trains: no worker is at work, or its log says why"
         with suppress(FileNotFoundError), (self.path / LOCK_FILE).open("rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(lock, is_shared=True):
                 otherwise = "waits for streams"
                 notes = json.loads((self.path / NOTES_FILE).read_bytes())
         found: dict[str, dict[str, int | str]] = {}
@@ -443,22 +441,22 @@ class LearningFolder:
             }
         return dict(sorted(found.items()))
 
-    def stores_of(self, tenant: str) -> list[DrafterStore]:
+    def stores_of(self, tenant: str) -> list[DrafterFolder]:
         """Return the drafters that may hold data of a tenant."""
         names = (TENANT + tenant, SHARED) if tenant else (OPEN,)
-        return [DrafterStore(self.path / name) for name in names]
+        return [DrafterFolder(self.path / name) for name in names]
 
-    def store(self, name: str) -> DrafterStore:
+    def store(self, name: str) -> DrafterFolder:
         """Return the versions of a drafter; InvalidArgumentError if the name is none's."""
         if not _is_drafter(name):
             raise InvalidArgumentError("drafter", name, f"{OPEN}, {SHARED} or {TENANT}NAME")
-        return DrafterStore(self.path / name)
+        return DrafterFolder(self.path / name)
 
-    def stores(self) -> Iterator[DrafterStore]:
+    def stores(self) -> Iterator[DrafterFolder]:
         """Yield the drafters that have a folder."""
         for path in sorted(self.path.glob("*")):
             if path.is_dir() and _is_drafter(path.name):
-                yield DrafterStore(path)
+                yield DrafterFolder(path)
 
     def _change_consents(self, change: Callable[[Consents], Consents]) -> None:
         path = make_folder(self.path) / TENANTS_FILE

@@ -11,20 +11,18 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from gammaray.blocks import Shape
 from gammaray.types import Proposal
 from services.learning.learner import Learner
-from services.learning.versions import SPAN, Drafting, Versions
+from services.learning.versions import SPAN, LearningSession, LoadedDrafters
 from services.scheduling.sessions import SessionCopy
 from services.speculation.head_drafter import HeadDrafter
+from services.speculation.local_drafter import Request, TargetHead
 
-Request = tuple[SessionCopy, Shape, int]
 
+class LearningDrafter(Learner[HeadDrafter], TargetHead):
+    """Drafts for each session with one of several versions of a head."""
 
-class LearningDrafter(Learner[HeadDrafter]):
-    """Has the methods of `LocalDrafter`, over several versions of a head."""
-
-    def __init__(self, taps: Sequence[int], versions: Versions[HeadDrafter]) -> None:
+    def __init__(self, taps: Sequence[int], versions: LoadedDrafters[HeadDrafter]) -> None:
         super().__init__(versions)
         self.taps = taps
 
@@ -38,7 +36,6 @@ class LearningDrafter(Learner[HeadDrafter]):
         super().end(session)
 
     def draft(self, requests: Sequence[Request]) -> list[Proposal]:
-        """Return a proposal for each session, see `LocalDrafter.draft`; each version drafts for its own."""
         found: dict[int, Proposal] = {}
         for drafter, places in self._by_drafter(requests):
             proposals = drafter.draft([requests[place] for place in places])
@@ -46,7 +43,6 @@ class LearningDrafter(Learner[HeadDrafter]):
         return [self._expect(copy, found[place]) for place, (copy, _, _) in enumerate(requests)]
 
     def prepare(self, requests: Sequence[Request], stop: c_int32) -> None:
-        """Draft ahead, see `LocalDrafter.prepare`."""
         for drafter, places in self._by_drafter(requests):
             drafter.prepare([requests[place] for place in places], stop)
 
@@ -64,7 +60,7 @@ class LearningDrafter(Learner[HeadDrafter]):
             places.setdefault(session.version, []).append(place)
         return list(places.items())
 
-    def _follow(self, drafting: Drafting[HeadDrafter], session: SessionCopy) -> None:
+    def _follow(self, drafting: LearningSession[HeadDrafter], session: SessionCopy) -> None:
         """Count the outcome of a session's last proposal, and choose what drafts from here."""
         tested, drafting.tested = drafting.tested, None
         if tested is not None and len(session.tokens) > tested[0]:

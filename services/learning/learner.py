@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gammaray.errors import InvalidArgumentError
 from services.heads.loading import names_head
-from services.learning.versions import Drafting, Versions, is_own
+from services.learning.versions import LearningSession, LoadedDrafters, is_own
 from services.scheduling.sessions import SessionCopy
 
 MAX_KEPT = 32
@@ -20,9 +20,9 @@ T = TypeVar("T")
 class Learner(Generic[T]):
     """Follows the sessions of one worker."""
 
-    def __init__(self, versions: Versions[T]) -> None:
+    def __init__(self, versions: LoadedDrafters[T]) -> None:
         self.versions = versions
-        self._sessions: dict[str, Drafting[T]] = {}
+        self._sessions: dict[str, LearningSession[T]] = {}
 
     def close(self) -> None:
         """End what runs beside the sessions."""
@@ -50,7 +50,7 @@ class Learner(Generic[T]):
             drafting.is_kept = False
         self.versions.forget(session_id)
 
-    def _session(self, session_id: str, num_tokens: int) -> Drafting[T]:
+    def _session(self, session_id: str, num_tokens: int) -> LearningSession[T]:
         """Return a session; one that begins here has so many tokens."""
         found = self._sessions.get(session_id)
         if found is None:

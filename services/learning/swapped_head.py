@@ -7,7 +7,7 @@ of them, which costs acceptance only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -18,7 +18,8 @@ from services.engine.core.errors import EngineLostError
 from services.engine.core.shapes import check_token_map, check_weights
 from services.engine.core.tensor_files import read_tensor, tensor_names
 from services.learning.learner import Learner, check_head
-from services.learning.versions import Drafting, Versions, learn
+from services.learning.versions import LearningSession, LoadedDrafters, learn
+from services.scheduling.sessions import SessionCopy
 
 SPAN_S = 20.0
 """Seconds after which it is drawn again whether the candidate drafts."""
@@ -29,20 +30,54 @@ _PART = 256
 _log = logging.getLogger(__name__)
 
 
-class SwappedHead(Learner[str]):
+class FixedHead:
+    """A head that does not learn, or none: what a scheduler calls.
+
+    Attributes:
+        number: Of the version that drafts.
+        first_tokens: Counts of first tokens by arm and outcome, see `services.learning.versions`.
+    """
+
+    number = 0
+    first_tokens: Mapping[tuple[str, str], int] | None = None
+
+    def close(self) -> None:
+        """End what runs beside the sessions."""
+
+    def keeps(self, session_id: str) -> bool:
+        """Whether a session, which may begin here, is recorded when it ends."""
+        return False
+
+    def take(self, session_id: str, start: int, states: Tensor) -> None:
+        """Keep the states [positions, taps, hidden_size] of committed positions, from `start` on."""
+
+    def end(self, session: SessionCopy) -> None:
+        """Forget a session."""
+
+    def forget(self, session_id: str) -> None:
+        """Delete what was recorded of a session."""
+
+    def take_turns(self, now_s: float) -> None:
+        """Let the version draft whose turn it is at a time."""
+
+    def count(self, number: int, session_id: str, position: int, is_accepted: bool) -> None:
+        """Count a version's proposal of a session's token at a position, and whether it was accepted."""
+
+
+class SwappedHead(Learner[str], FixedHead):
     """Follows the sessions of an engine, and says which version drafts: that of `number`.
 
     It serves clusters without API keys: with them, sessions of one tenant would draft with what was trained
     on another one's. `swap` gives the engine the weights of a version's directory.
     """
 
-    def __init__(self, versions: Versions[str], swap: Callable[[str], None]) -> None:
+    def __init__(self, versions: LoadedDrafters[str], swap: Callable[[str], None]) -> None:
         super().__init__(versions)
-        self.number = 0
+        self.first_tokens = versions.first_tokens
         self._swap, self._has_warned = swap, False
 
     def take_turns(self, now_s: float) -> None:
-        """Let the version draft whose turn it is at a time; one that cannot be loaded is rolled back."""
+        """Let the version draft whose turn it is; one that cannot be loaded is rolled back."""
         number, directory = self.versions.choose(OPEN, ("", int(now_s / SPAN_S)))
         if number == self.number:
             return
@@ -54,10 +89,9 @@ class SwappedHead(Learner[str]):
         self.number = number
 
     def count(self, number: int, session_id: str, position: int, is_accepted: bool) -> None:
-        """Count a version's proposal of a session's token at a position, and whether it was accepted."""
         self.versions.count(OPEN, number, (session_id, position // _PART), is_accepted)
 
-    def _session(self, session_id: str, num_tokens: int) -> Drafting[str]:
+    def _session(self, session_id: str, num_tokens: int) -> LearningSession[str]:
         found = super()._session(session_id, num_tokens)
         if found.name not in (OPEN, None):
             found.is_kept = False

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 from gammaray.demo_pair import DRAFTER_FILE
 from gammaray.errors import GammarayError
 from gammaray.learning.consents import Confirmation, Consents
-from gammaray.learning.folder import DrafterStore, LearningFolder
+from gammaray.learning.folder import DrafterFolder, LearningFolder
 from services.engine.core.errors import UnsupportedModelError
 from services.learning.canary import Canary, Decision
 from services.learning.process import TrainingProcess, trainer_command
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Arms(Generic[T]):
+class _LoadedVersions(Generic[T]):
     """The loaded versions of one drafter, by number: the stable one and the candidate, if any."""
 
     stable: int
@@ -67,7 +67,7 @@ class _Arms(Generic[T]):
 
 
 @dataclass
-class Drafting(Generic[T]):
+class LearningSession(Generic[T]):
     """A session that drafts here.
 
     Attributes:
@@ -88,8 +88,8 @@ class Drafting(Generic[T]):
     tested: tuple[int, int] | None = None
 
 
-class Versions(Generic[T]):
-    """The versions of one worker's drafter.
+class LoadedDrafters(Generic[T]):
+    """The drafters that a worker has loaded, each in the versions that draft now.
 
     Args:
         base: The drafter of the start, version 0.
@@ -115,7 +115,7 @@ class Versions(Generic[T]):
         self.first_tokens = dict(NO_FIRST_TOKENS)
         self._recorder, self._confirmation = Recorder(), Confirmation(folder.path)
         # Replaced as a whole by the watching thread.
-        self._arms: dict[str, _Arms[T]] = {}
+        self._arms: dict[str, _LoadedVersions[T]] = {}
         self._served: dict[str, float] = {}
         self._failures: dict[str, str] = {}
         self._consents = self._read()
@@ -133,7 +133,7 @@ class Versions(Generic[T]):
         self._recorder.close()
         self._confirmation.close()
 
-    def begin(self, session_id: str, num_tokens: int) -> Drafting[T]:
+    def begin(self, session_id: str, num_tokens: int) -> LearningSession[T]:
         """Return what drafts for a session that begins here with so many tokens."""
         tenant, consents = _tenant_of(session_id), self._consents
         name = None if consents is None else consents.drafter_of(tenant)
@@ -141,7 +141,7 @@ class Versions(Generic[T]):
         if name is not None:
             self._served[name] = time.monotonic() // _CALM_S
         number, version = self.choose(name, (session_id, num_tokens // SPAN))
-        return Drafting(name, number, version, consent, name is not None)
+        return LearningSession(name, number, version, consent, name is not None)
 
     def choose(self, name: str | None, part: tuple[str, int]) -> tuple[int, T]:
         """Return number and version of what drafts for a part of a session, or a stretch of time."""
@@ -155,7 +155,7 @@ class Versions(Generic[T]):
                 number = arms.candidate
         return number, arms.versions[number]
 
-    def record(self, session: SessionCopy, drafting: Drafting[T]) -> None:
+    def record(self, session: SessionCopy, drafting: LearningSession[T]) -> None:
         """Keep an ended session's stream if its tenant agreed throughout."""
         spec, tenant, name = session.spec, _tenant_of(session.session_id), drafting.name
         # An adapter makes another target.
@@ -226,7 +226,7 @@ class Versions(Generic[T]):
         if is_new and consents is not None and not consents.pending:
             self._recorder.then(partial(self._confirmation.confirm, consents.generation))
 
-    def _clean(self, stores: Mapping[str, DrafterStore], consents: Consents | None) -> None:
+    def _clean(self, stores: Mapping[str, DrafterFolder], consents: Consents | None) -> None:
         """Complete deletions, and delete what is too old or too much; without consents nothing else."""
         with self._reported("deletions"):
             self._folder.complete()
@@ -238,7 +238,7 @@ class Versions(Generic[T]):
                     store.clean(consents)
             self._recorder.trim(store.path / "records", tenants)
 
-    def _follow(self, store: DrafterStore) -> None:
+    def _follow(self, store: DrafterFolder) -> None:
         found = store.read()
         arms = self._arms.get(store.path.name)
         if arms is not None and found.candidate is not None and found.candidate == arms.candidate:
@@ -264,7 +264,7 @@ class Versions(Generic[T]):
                 self.reject(store.path.name, number, error)
                 return  # the next look finds it rolled back
         versions = {number: loaded[number] for number in numbers}
-        self._arms = {**self._arms, store.path.name: _Arms(found.stable, found.candidate, versions)}
+        self._arms = {**self._arms, store.path.name: _LoadedVersions(found.stable, found.candidate, versions)}
 
 
 def is_own(drafter: str) -> bool:
@@ -272,7 +272,7 @@ def is_own(drafter: str) -> bool:
     return (Path(drafter) / DRAFTER_FILE).is_file()
 
 
-def learn(folder: str, target: str, drafter: str, base: T, load: Callable[[str], T]) -> Versions[T]:
+def learn(folder: str, target: str, drafter: str, base: T, load: Callable[[str], T]) -> LoadedDrafters[T]:
     """Begin to learn with a drafter of `gammaray train`; versions are for the same target and tokenizer."""
 
     def load_checked(directory: str) -> T:
@@ -282,7 +282,7 @@ def learn(folder: str, target: str, drafter: str, base: T, load: Callable[[str],
 
     path = Path(folder)
     command = trainer_command(path, target, drafter)
-    return Versions(base, load_checked, LearningFolder(path), command)
+    return LoadedDrafters(base, load_checked, LearningFolder(path), command)
 
 
 def _described(directory: str) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ STEPS: tuple[tuple[str, str, str, int | str, bool], ...] = (
     ("scoring", "services.train.live.trainer", "evaluate", 2, False),
     ("writing the weights", "services.train.trainable", "save_file", 1, True),
     ("writing the card", "services.train.trainable", "write_json", "gammaray.json", False),
-    ("moving the version", "gammaray.learning.folder.DrafterStore", "_change", 1, False),
+    ("moving the version", "gammaray.learning.folder.DrafterFolder", "_change", 1, False),
     ("noting the version", "gammaray.learning.folder", "replace_file", "state.json", False),
     ("after the version", "gammaray.learning.folder", "replace_file", "state.json", True),
 )

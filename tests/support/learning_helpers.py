@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
-from gammaray.learning.folder import DrafterStore, RecordName, Version
+from gammaray.learning.folder import DrafterFolder, RecordName, Version
 from gammaray.types import SamplingParams
 from services.demo_pair import TARGET_DIR
 from services.engine.core.model import load_model
@@ -113,7 +113,7 @@ def version(number: int, parent: int = 0, tenants: Sequence[str] = ("",)) -> Ver
     )
 
 
-def publish(store: DrafterStore, weights: Path | None = None, **fields: object) -> Version | None:
+def publish(store: DrafterFolder, weights: Path | None = None, **fields: object) -> Version | None:
     """Publish a copy of a directory as the next version; without one an empty directory."""
     written = store.path / "new"
     shutil.rmtree(written, ignore_errors=True)

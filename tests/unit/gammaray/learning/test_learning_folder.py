@@ -9,13 +9,13 @@ from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from gammaray.learning.folder import DrafterStore, LearningFolder, RecordName
+from gammaray.learning.folder import DrafterFolder, LearningFolder, RecordName
 from tests.support.learning_helpers import publish, version
 
 
 @pytest.fixture
 def store(tmp_path):
-    return DrafterStore(tmp_path / "open")
+    return DrafterFolder(tmp_path / "open")
 
 
 def statuses(store):

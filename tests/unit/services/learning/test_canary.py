@@ -11,7 +11,7 @@ def decided(stable, candidate, seed, share=1 / 3, span=16, spread=0.0):
     """Return the decision on two rates, and after how many proposals of the candidate.
 
     Which version drafts is drawn again after `span` proposals; the rates of texts of 48 proposals differ by
-    `spread`, up or down.
+    `spread`, up or down. The decision is asked for after each 16 proposals.
     """
     rng, canary, count = random.Random(seed), Canary(), 0
     is_candidate, shift = False, 0.0
@@ -23,7 +23,7 @@ def decided(stable, candidate, seed, share=1 / 3, span=16, spread=0.0):
         count += is_candidate
         is_accepted = rng.random() < (candidate if is_candidate else stable) + shift
         canary.add(("", number // span), is_accepted, is_candidate=is_candidate)
-        if (decision := canary.decide()) is not Decision.WAIT:
+        if number % 16 == 15 and (decision := canary.decide()) is not Decision.WAIT:
             return decision, count
     raise AssertionError("no decision")
 

@@ -5,13 +5,13 @@ import itertools
 from gammaray.learning.folder import LearningFolder
 from services.engine.core.errors import EngineLostError
 from services.learning.swapped_head import SPAN_S, SwappedHead
-from services.learning.versions import Versions
+from services.learning.versions import LoadedDrafters
 from tests.support.learning_helpers import publish
 from tests.support.workers.redis_helpers import wait_until
 
 
 def head_of(path, swap):
-    versions = Versions("base", lambda directory: directory, LearningFolder(path))
+    versions = LoadedDrafters("base", lambda directory: directory, LearningFolder(path))
     return SwappedHead(versions, swap)
 
 

@@ -15,7 +15,7 @@ from gammaray.cli import main
 from gammaray.learning.folder import LearningFolder, RecordName, stored_streams
 from gammaray.types import SamplingParams, VerificationMethod
 from services.learning.records import MAX_AGE_S, MAX_FILES, Buffer, Recorder
-from services.learning.versions import MAX_DRAFTERS, Versions
+from services.learning.versions import MAX_DRAFTERS, LoadedDrafters
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 from tests.support.learning_helpers import publish, records
@@ -51,7 +51,7 @@ def forget(folder, *options):
 
 def test_forget_says_which_workers_have_confirmed(folder, monkeypatch):
     monkeypatch.setattr("gammaray.cli.commands.train.CONFIRM_WAIT_S", 0.5)
-    versions = [Versions("base", str, folder) for _ in range(2)]
+    versions = [LoadedDrafters("base", str, folder) for _ in range(2)]
     try:
         record(versions[0], "acme:1")
         wait_until(lambda: records(folder.path, "tenant-acme"))
@@ -79,12 +79,12 @@ SERVE = """
 import os, sys
 from pathlib import Path
 from gammaray.learning.folder import LearningFolder
-from services.learning.versions import Versions
+from services.learning.versions import LoadedDrafters
 from tests.unit.services.learning.test_withdrawn import OTHER_UID, record, wait_until
 folder = LearningFolder(Path(sys.argv[1]))
 os.setgid(OTHER_UID)
 os.setuid(OTHER_UID)
-versions = Versions("base", str, folder)
+versions = LoadedDrafters("base", str, folder)
 record(versions, "acme:1")
 wait_until(lambda: folder.read().generation, timeout_s=120)
 for number in range(2, 6):
@@ -119,7 +119,7 @@ def test_consents_that_cannot_be_read_are_none(folder, moment, caplog):
     folder.store("tenant-acme").promote(1)
     if moment == "start":
         (folder.path / "tenants.json").write_text("{")
-    versions = Versions("base", lambda directory: directory, folder)
+    versions = LoadedDrafters("base", lambda directory: directory, folder)
     try:
         if moment == "later":
             wait_until(lambda: versions.begin("acme:0", 10).number == 1)
@@ -139,7 +139,7 @@ def test_consents_that_cannot_be_read_are_none(folder, moment, caplog):
 
 
 def test_stream_that_waits_for_the_disk_is_not_kept_after_its_tenant_withdrew_and_agreed_again(folder):
-    versions = Versions("base", str, folder)
+    versions = LoadedDrafters("base", str, folder)
     try:
         before = versions.begin("acme:1", 10)
         folder.forget("acme")
@@ -153,7 +153,7 @@ def test_stream_that_waits_for_the_disk_is_not_kept_after_its_tenant_withdrew_an
 
 
 def test_deleted_session_leaves_also_from_the_drafter_that_served_its_tenant_before(folder):
-    versions = Versions("base", str, folder)
+    versions = LoadedDrafters("base", str, folder)
     try:
         record(versions, "acme:1")
         wait_until(lambda: records(folder.path, "tenant-acme"))
@@ -235,7 +235,7 @@ def test_one_bad_drafter_harms_no_other(folder):
             raise MemoryError("no memory")
         return directory
 
-    versions = Versions("base", load, folder)
+    versions = LoadedDrafters("base", load, folder)
     try:
         wait_until(lambda: folder.store("shared").read().versions[0].status == "rolled back")
         wait_until(lambda: not old.exists())
@@ -253,7 +253,7 @@ def test_versions_of_the_tenants_that_were_served_last_are_loaded(folder, monkey
         publish(folder.store(f"tenant-{name}"), tenants=[name])
         folder.store(f"tenant-{name}").promote(1)
     loaded = []
-    versions = Versions("base", lambda directory: loaded.append(directory) or directory, folder)
+    versions = LoadedDrafters("base", lambda directory: loaded.append(directory) or directory, folder)
     try:
         wait_until(lambda: len(loaded) == MAX_DRAFTERS)
         wait_until(lambda: versions.begin(f"{names[-1]}:1", 10).number == 1)
