@@ -98,7 +98,7 @@ def test_only_the_documented_ports_listen_beyond_loopback(smoke):
             if (ports := listens_beyond_loopback(process))
         }
 
-    # Serve replaces HAProxy's process when it adds a replica, and the new one takes over the sockets one by one.
+    # Serve replaces HAProxy's process when it adds a replica, and its sockets pass to the new one one by one.
     assert eventually(lambda: replicas in found() <= documented), found()
 
 

@@ -1,5 +1,8 @@
 """What all integration tests share."""
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
 import pytest
 
 from orchestrator.storage.client import connect
@@ -46,11 +49,12 @@ async def target():
         yield target
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workers():
-    """Addresses of a target and a draft worker with the demo pair."""
-    with worker_process("target") as (_, target), worker_process("draft") as (_, draft):
-        yield target, draft
+    """Addresses of a target and a draft worker with the demo pair, which no test ends."""
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        both = threads.map(stack.enter_context, (worker_process("target"), worker_process("draft")))
+        yield tuple(address for _, address in both)
 
 
 @pytest.fixture

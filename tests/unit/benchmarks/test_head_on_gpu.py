@@ -115,6 +115,7 @@ def test_a_window_has_the_states_and_labels_of_its_part(target):
     assert whole.labels[kept][order].equal(part.labels[other])
 
 
+@pytest.mark.slow
 def test_training_raises_what_is_measured(target):
     _, talks = written(target)
     teacher = Teacher(target, TAPS)

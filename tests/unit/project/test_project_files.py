@@ -2,6 +2,8 @@
 
 import re
 from collections import Counter
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -32,3 +34,14 @@ def test_tests_name_no_private_name_of_ours():
     for path in (ROOT / "tests").rglob("*.py"):
         found = re.search(PRIVATE, path.read_text())
         assert found is None or path == Path(__file__), (path, found)
+
+
+def test_the_dockerfile_names_modules_and_functions_that_exist():
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    imports = re.findall(r"from ((?:gammaray|orchestrator|services)[\w.]*) import (\w+)", text)
+    modules = re.findall(r'"-m", "((?:gammaray|orchestrator|services)[\w.]*)"', text)
+    assert imports
+    assert modules
+    for module, name in imports:
+        assert hasattr(import_module(module), name), (module, name)
+    assert [module for module in modules if find_spec(module) is None] == []
