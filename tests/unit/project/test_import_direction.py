@@ -110,6 +110,11 @@ PACKAGES = {
     ("gammaray/audit",): {"gammaray/cli/commands/audit.py"},
     ("services/train", "services/train/answers", "services/train/live"): set(),
     ("services/vllm",): {"services/engines/vllm.py"},
+    ("gammaray/learning", "services/learning", "services/train/live"): {
+        "gammaray/cli/commands/train.py",
+        "services/own/head_loading.py",
+        "services/vllm/loading.py",
+    },
 }
 """Rooms that could be packages of their own -> the only files of the others that import them: the way in."""
 
