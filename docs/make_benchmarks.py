@@ -342,7 +342,7 @@ def page() -> str:
     lines += [
         "",
         "Models ran on a GPU once, an H200, in one process and not as a cluster, by a removed engine "
-        "and by the layers of `transformers`: equal tokens and times are in "
+        "and by the layers of `transformers`: equal tokens are in "
         "[lab.md](lab.md#our-own-gpu-engine-on-an-h200-what-one-run-showed). Not measured: vLLM on GPUs, a "
         "cluster with GPUs, a real Kubernetes cluster.",
         "",
