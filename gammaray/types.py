@@ -168,28 +168,17 @@ class SparseDistribution:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The draft's tokens for one cycle.
+    """The draft's tokens for one cycle."""
 
-    Args:
-        token_ids: Tokens of the nodes, each after its parent.
-        parents: Index of each node's parent, -1 for children of the committed prefix; None for a chain.
-        draft_distributions: The distribution each token was drawn from; only for rejection and block
-            verification above temperature 0.
-        version: Of a drafter that is trained while it serves; 0 is the one of the start.
-        drafter: Kind of the drafter. This and the following fields are not on the wire.
-        worker: host:port of the draft worker, "" for none.
-        is_fallback: Whether the drafter that the request allows was absent, failed or late.
-        is_prepared: Whether the proposal was computed before it was requested.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    parents: tuple[int, ...] | None = None
+    token_ids: tuple[int, ...] = ()  # tokens of the nodes, each after its parent
+    parents: tuple[int, ...] | None = None  # -1 for children of the committed prefix; None for a chain
+    # Which each token was drawn from; only for rejection and block verification above temperature 0.
     draft_distributions: tuple[SparseDistribution, ...] | None = None
-    version: int = field(default=0, compare=False)
-    drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)
-    worker: str = field(default="", compare=False)
-    is_fallback: bool = field(default=False, compare=False)
-    is_prepared: bool = field(default=False, compare=False)
+    version: int = field(default=0, compare=False)  # of a drafter that learns; 0 is the one of the start
+    drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)  # not on the wire, nor is the rest
+    worker: str = field(default="", compare=False)  # host:port of the draft worker, "" for none
+    is_fallback: bool = field(default=False, compare=False)  # the allowed drafter was absent, failed or late
+    is_prepared: bool = field(default=False, compare=False)  # computed before it was requested
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -31,18 +31,12 @@ class AnswerError(InternalError):
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token as the server reports it.
+    """One generated token as the server reports it."""
 
-    Args:
-        key: What identifies it: its id or bytes if they are reported, else its text.
-        logprob: Its log-probability; None if the server gives none.
-        listed: Keys and log-probabilities of the listed alternatives; different tokens may have the same key.
-    """
-
-    key: str
+    key: str  # id or bytes if they are reported, else the text
     text: str
-    logprob: float | None
-    listed: tuple[tuple[str, float], ...]
+    logprob: float | None  # None if the server gives none
+    listed: tuple[tuple[str, float], ...]  # of the alternatives; several tokens may have one key
 
     @cached_property
     def cells(self) -> Mapping[str, float]:
@@ -64,38 +58,24 @@ class Token:
 
 @dataclass(frozen=True)
 class Choice:
-    """One completion.
-
-    Args:
-        tokens: Empty without log-probabilities.
-        prompt_ids: Ids of the prompt's tokens; empty without `return_token_ids`.
-        token_ids: Ids of its own tokens, likewise.
-        favourites: Ids of the most likely token at each position of the prompt by `prompt_logprobs`; "" if
-            unknown, as at the first one.
-    """
+    """One completion."""
 
     text: str
-    tokens: tuple[Token, ...]
+    tokens: tuple[Token, ...]  # empty without log-probabilities
     finish_reason: str | None
-    prompt_ids: tuple[int, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    favourites: tuple[str, ...] = ()
+    prompt_ids: tuple[int, ...] = ()  # empty without `return_token_ids`
+    token_ids: tuple[int, ...] = ()  # likewise
+    favourites: tuple[str, ...] = ()  # likeliest id at each prompt position; "" if unknown, as at the first
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole response, of at least one choice.
+    """A whole response, of at least one choice."""
 
-    Args:
-        choices: By index.
-        usage: Tokens of the prompt, of the completions, and of both; None if they are not reported.
-        curl: Command that asks for it.
-    """
-
-    choices: tuple[Choice, ...]
-    usage: tuple[int, int, int] | None
+    choices: tuple[Choice, ...]  # by index
+    usage: tuple[int, int, int] | None  # prompt, completions, both; None if not reported
     is_gammaray: bool = False
-    curl: str = ""
+    curl: str = ""  # command that asks for it
 
     @property
     def choice(self) -> Choice:

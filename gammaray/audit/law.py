@@ -63,21 +63,13 @@ _POWER_80 = 0.8416
 
 @dataclass(frozen=True)
 class Position:
-    """The cells of one position.
+    """The cells of one position."""
 
-    Attributes:
-        index: Cell by token; all other tokens are the rest, the last cell.
-        probs: Probabilities of the cells, which sum to 1.
-        scores: Log-probabilities of the cells, and an assumed mean one of the rest's tokens.
-        errors: By which share of itself the probability of each cell but the rest may be wrong.
-        cut: Log-probability above which tokens are cells of their own.
-    """
-
-    index: Mapping[Hashable, int]
-    probs: Sequence[float]
-    scores: Sequence[float]
-    errors: Sequence[float]
-    cut: float
+    index: Mapping[Hashable, int]  # cell by token; all other tokens are the rest, the last cell
+    probs: Sequence[float]  # probabilities of the cells, which sum to 1
+    scores: Sequence[float]  # log-probabilities of the cells, and an assumed mean one of the rest's tokens
+    errors: Sequence[float]  # by which share of itself the probability of each cell but the rest may be wrong
+    cut: float  # log-probability above which tokens are cells of their own
 
     @classmethod
     def read(cls, cells: Cells, num_listed: int, hidden: Container[Hashable] = ()) -> Position | None:
@@ -162,15 +154,11 @@ def rounding(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Family:
-    """Alternatives of one kind.
+    """Alternatives of one kind."""
 
-    Attributes:
-        name: For reports.
-        sizes: One alternative each. For temperatures the exponent of the probabilities, minus 1; else the
-            share of the law that another one replaces: q = p + size * (other - p).
-    """
-
-    name: str
+    name: str  # for reports
+    # One alternative each. Of temperatures the exponent of the probabilities, minus 1; else the share of the
+    # law that another one replaces: q = p + size * (other - p).
     sizes: tuple[float, ...]
 
     @property

@@ -18,18 +18,12 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Settings of a run, recorded in the result file.
+    """Settings of a run, recorded in the result file."""
 
-    Attributes:
-        workload: Source of the prompts.
-        max_tokens: Tokens per completion; end-of-sequence tokens are ignored.
-        gammas: In the format of `parse_gamma`; gamma 0 is added.
-    """
-
-    workload: str
-    max_tokens: int
+    workload: str  # source of the prompts
+    max_tokens: int  # tokens per completion; end-of-sequence tokens are ignored
     repetitions: int
-    gammas: tuple[str, ...]
+    gammas: tuple[str, ...]  # in the format of `parse_gamma`; gamma 0 is added
     temperatures: tuple[float, ...]
 
 

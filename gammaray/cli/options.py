@@ -21,22 +21,15 @@ _FILE = click.Path(path_type=Path)
 
 @dataclass(frozen=True)
 class Connection:
-    """Connection options of a command.
+    """Connection options of a command."""
 
-    Args:
-        address: host:port of the gRPC API, or the URL of the HTTP API.
-        tls: Whether to use TLS; None: only if a file or the address implies it.
-        ca_file: PEM file of the trusted authorities.
-        cert_file: PEM file of the client certificate, and `key_file` that of its private key.
-    """
-
-    address: str
+    address: str  # host:port of the gRPC API, or URL of the HTTP API
     api_key: str | None
     timeout_s: float
-    tls: bool | None
-    ca_file: Path | None
-    cert_file: Path | None
-    key_file: Path | None
+    tls: bool | None  # whether to use TLS; None: only if a file or the address implies it
+    ca_file: Path | None  # PEM file of the trusted authorities
+    cert_file: Path | None  # PEM file of the client certificate
+    key_file: Path | None  # PEM file of its private key
 
     def client(self) -> AsyncClient:
         """Return a client of the gRPC API."""

@@ -37,14 +37,9 @@ class OutputOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class OutputForm:
-    """The form of a completion.
+    """The form of a completion."""
 
-    Args:
-        name: Option that asks for it; empty for any text.
-        value: Its value.
-    """
-
-    name: str = ""
+    name: str = ""  # option that asks for it; empty for any text
     value: Any = None
 
     @classmethod

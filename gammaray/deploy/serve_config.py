@@ -107,23 +107,15 @@ def log_with_serve() -> None:
 
 @dataclass(frozen=True)
 class ServeApplication:
-    """One application of a cluster.
-
-    Args:
-        name: Name in Serve.
-        deployment: Name of its one deployment.
-        import_path: `module:function` that builds it from its settings, for a Serve configuration.
-        route_prefix: Route prefix of its HTTP API; None if it has none.
-        resource: Logical Ray resource: each node for this role has one, and each replica takes one.
-    """
+    """One application of a cluster."""
 
     role: str
-    name: str
-    deployment: str
-    import_path: str
+    name: str  # in Serve
+    deployment: str  # name of its one deployment
+    import_path: str  # `module:function` that builds it from its settings, for a Serve configuration
     settings: type[OrchestratorSettings] | type[WorkerSettings]
-    route_prefix: str | None
-    resource: str
+    route_prefix: str | None  # of its HTTP API; None if it has none
+    resource: str  # logical Ray resource: each node for this role has one, and each replica takes one
 
 
 APPLICATIONS: Final[Mapping[str, ServeApplication]] = {

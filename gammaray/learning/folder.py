@@ -54,19 +54,12 @@ def _is_drafter(name: str) -> bool:
 
 
 class RecordName(NamedTuple):
-    """What the name of a stream's file says.
+    """What the name of a stream's file says."""
 
-    Args:
-        written_at: Unix time in nanoseconds.
-        tenant: Whose stream it is.
-        session: First 16 hex digits of the SHA-256 of the session's id.
-        num_answer: Number of tokens that can be learnt from.
-    """
-
-    written_at: int
-    tenant: str
-    session: str
-    num_answer: int
+    written_at: int  # Unix time in nanoseconds
+    tenant: str  # whose stream it is
+    session: str  # first 16 hex digits of the SHA-256 of the session's id
+    num_answer: int  # number of tokens that can be learnt from
 
     @classmethod
     def parse(cls, path: Path) -> RecordName:
@@ -79,17 +72,12 @@ class RecordName(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A file in a folder of streams, also of a writer that was killed.
-
-    Args:
-        at: Unix time, the earlier one of the file's and of its name's: a clock may have been wrong.
-        name: None if it was not written as a stream; it may be a copy of one.
-    """
+    """A file in a folder of streams, also of a writer that was killed."""
 
     path: Path
     size: int
-    at: float
-    name: RecordName | None
+    at: float  # Unix time, the earlier one of the file's and of its name's: a clock may have been wrong
+    name: RecordName | None  # None if it was not written as a stream; it may be a copy of one
 
 
 def stored_streams(records: Path) -> Iterator[Stream]:
@@ -107,50 +95,32 @@ def stored_streams(records: Path) -> Iterator[Stream]:
 
 
 class Version(BaseModel):
-    """One version of a drafter.
-
-    Args:
-        number: From 1 on.
-        parent: The version that its training began with; 0 is the drafter of the start.
-        created_at: When it was published.
-        tenants: Tenants whose streams it, or a version before it, was trained on, with the numbers of their
-            consents, see `Consents`.
-        tokens: Tokens of completions that its training could draw from.
-        expected: Tokens per proposal that held-out streams expect, of five.
-        parent_expected: The same of its parent.
-        status: candidate: serves a share of the sessions; stable: serves all others; former: was stable;
-            rolled back: was worse or could not be loaded; deleted: one of these whose weights are no longer
-            kept; retired: its tenant withdrew.
-        reason: Why it was rolled back or retired.
-    """
+    """One version of a drafter."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    number: int
-    parent: int
-    created_at: datetime
+    number: int  # from 1 on
+    parent: int  # the version that its training began with; 0 is the drafter of the start
+    created_at: datetime  # when it was published
+    # Tenants whose streams it, or one before it, was trained on, with the numbers of their consents.
     tenants: Annotated[dict[str, int], BeforeValidator(_numbered)]
-    tokens: int
-    expected: float
-    parent_expected: float
+    tokens: int  # tokens of completions that its training could draw from
+    expected: float  # tokens per proposal that held-out streams expect, of five
+    parent_expected: float  # the same of its parent
+    # candidate: serves a share of the sessions; stable: serves all others; former: was stable; rolled back:
+    # was worse or could not be loaded; deleted: one of these without weights; retired: its tenant withdrew.
     status: Status = "candidate"
-    reason: str = ""
+    reason: str = ""  # why it was rolled back or retired
 
 
 class DrafterState(BaseModel):
-    """Which versions of a drafter there are, and which of them serves.
-
-    Args:
-        versions: The newest ones, and those whose weights are kept, by number.
-        stable: Number of the version that serves; 0 is the drafter of the start.
-        is_pinned: Whether no further version is published.
-    """
+    """Which versions of a drafter there are, and which of them serves."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    versions: tuple[Version, ...] = ()
-    stable: int = 0
-    is_pinned: bool = False
+    versions: tuple[Version, ...] = ()  # the newest ones, and those whose weights are kept, by number
+    stable: int = 0  # number of the version that serves; 0 is the drafter of the start
+    is_pinned: bool = False  # whether no further version is published
 
     @property
     def candidate(self) -> int | None:

@@ -19,36 +19,24 @@ from gammaray.types import DrafterKind, SpeculationSummary, TokenOrigin
 
 @dataclass
 class SpeculationCounters:
-    """Sums over the cycles of one completion.
-
-    Attributes:
-        accepted_lengths: Entry j: number of cycles in which j tokens were accepted.
-        draft_s: Seconds waited for proposals.
-        verify_s: Seconds waited for verdicts.
-        decode_s: Seconds of the cycles after the first.
-        plain_s: Seconds that their tokens would have taken with plain decoding.
-        cycles_by_drafter: Cycles by drafter kind; NONE if nothing was proposed.
-        prediction_drafted: Proposed tokens of the request's prediction.
-        prediction_accepted: Those of them that were accepted.
-        fallbacks: Cycles in which the drafter that the request allows could not propose.
-        draft_workers: Addresses of the draft workers that proposed.
-    """
+    """Sums over the cycles of one completion."""
 
     cycles: int = 0
     drafted: int = 0
     tested: int = 0
     accepted: int = 0
     emitted: int = 0
-    accepted_lengths: list[int] = field(default_factory=list)
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    decode_s: float = 0.0
-    plain_s: float = 0.0
+    accepted_lengths: list[int] = field(default_factory=list)  # [j]: cycles in which j tokens were accepted
+    draft_s: float = 0.0  # seconds waited for proposals
+    verify_s: float = 0.0  # seconds waited for verdicts
+    decode_s: float = 0.0  # seconds of the cycles after the first
+    plain_s: float = 0.0  # seconds that their tokens would have taken with plain decoding
+    # NONE if nothing was proposed.
     cycles_by_drafter: dict[DrafterKind, int] = field(default_factory=lambda: dict.fromkeys(DrafterKind, 0))
-    prediction_drafted: int = 0
-    prediction_accepted: int = 0
-    fallbacks: int = 0
-    draft_workers: set[str] = field(default_factory=set)
+    prediction_drafted: int = 0  # proposed tokens of the request's prediction
+    prediction_accepted: int = 0  # those of them that were accepted
+    fallbacks: int = 0  # cycles in which the drafter that the request allows could not propose
+    draft_workers: set[str] = field(default_factory=set)  # addresses of the draft workers that proposed
 
     def observe(
         self,

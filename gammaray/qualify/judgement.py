@@ -23,16 +23,12 @@ class Fitness(str, Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement on a candidate: its reasons and warnings in sentences.
-
-    Attributes:
-        best_speedup: The largest measured speedup of all temperatures; 0 when there is none.
-    """
+    """The judgement on a candidate: its reasons and warnings in sentences."""
 
     fitness: Fitness
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
-    best_speedup: float = 0.0
+    best_speedup: float = 0.0  # measured, over all temperatures; 0 when there is none
 
 
 def judge(result: Mapping[str, Any], min_speedup: float, *, is_exact: bool) -> Judgement:

@@ -23,20 +23,15 @@ _Bytes32 = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")]
 
 
 class ReceiptKey(BaseModel):
-    """A key, as a JSON Web Key.
-
-    Args:
-        x: The public key, 32 bytes in base64url.
-        d: The private key in the same form; None for a former key, and where keys are published.
-    """
+    """A key, as a JSON Web Key."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     kty: Literal["OKP"] = "OKP"
     crv: Literal["Ed25519"] = "Ed25519"
     kid: str
-    x: _Bytes32
-    d: _Bytes32 | None = Field(None, repr=False)
+    x: _Bytes32  # public key, 32 bytes in base64url
+    d: _Bytes32 | None = Field(None, repr=False)  # private key; None for a former or published one
 
     @property
     def public(self) -> ReceiptKey:
@@ -62,17 +57,12 @@ class ReceiptKey(BaseModel):
 
 
 class KeySet(BaseModel):
-    """A JSON Web Key Set.
-
-    Args:
-        keys: Former ones first.
-        dtypes: Those of the arithmetic of the targets of the server that publishes it; empty: not known.
-    """
+    """A JSON Web Key Set."""
 
     model_config = ConfigDict(frozen=True)
 
-    keys: tuple[ReceiptKey, ...]
-    dtypes: tuple[str, ...] = ()
+    keys: tuple[ReceiptKey, ...]  # former ones first
+    dtypes: tuple[str, ...] = ()  # of the arithmetic of the publisher's targets; empty: not known
 
 
 def parse_keys(text: bytes, where: str, field: str = "key") -> KeySet:

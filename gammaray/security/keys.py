@@ -34,19 +34,13 @@ _KEY = re.compile(r"gr_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
 
 
 class ApiKey(BaseModel):
-    """One entry of the key file; it cannot be used to authenticate.
-
-    Args:
-        id: The public part of the key.
-        tenant: Tenant that owns the key: 1 to 32 of a-z 0-9 and -.
-        sha256: SHA-256 of the whole key, in hex.
-    """
+    """One entry of the key file; it cannot be used to authenticate."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
-    tenant: Annotated[str, Field(pattern=f"^{TENANT}$")]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]  # the public part of the key
+    tenant: Annotated[str, Field(pattern=f"^{TENANT}$")]  # tenant that owns the key: 1 to 32 of a-z 0-9 and -
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256 of the whole key, in hex
     created_at: datetime
     note: Annotated[str, Field(max_length=256)] = ""
 

@@ -40,23 +40,14 @@ _SEPARATOR = ":"  # not allowed in tenant and session names
 
 @dataclass(frozen=True)
 class Caller:
-    """Identity of a request's caller, with the request's metadata.
+    """Identity of a request's caller, with the request's metadata."""
 
-    Args:
-        tenant: Owner of the sessions; empty if no keys are required.
-        key_id: Id of the request's key, which may be logged.
-        priority: Priority among the tenant's own waiting requests; higher goes first.
-        deadline: `time.monotonic()` after which the caller no longer waits for the answer.
-        traceparent: W3C trace context of the request, or empty.
-        tracestate: W3C `tracestate` of the request, or empty.
-    """
-
-    tenant: str = ""
-    key_id: str = ""
-    priority: int = 0
-    deadline: float = math.inf
-    traceparent: str = ""
-    tracestate: str = ""
+    tenant: str = ""  # owner of the sessions; empty if no keys are required
+    key_id: str = ""  # id of the request's key, which may be logged
+    priority: int = 0  # priority among the tenant's own waiting requests; higher goes first
+    deadline: float = math.inf  # `time.monotonic()` after which the caller no longer waits for the answer
+    traceparent: str = ""  # W3C trace context of the request, or empty
+    tracestate: str = ""  # W3C `tracestate` of the request, or empty
 
     @property
     def prefix(self) -> str:

@@ -19,27 +19,16 @@ from orchestrator.cycle.types import Cycle
 
 
 class Costs(NamedTuple):
-    """Seconds by kind of work, or how much of each a cycle has.
+    """Seconds by kind of work, or how much of each a cycle has."""
 
-    Attributes:
-        fixed: Of every cycle.
-        draft: Of a proposal of a draft model, whatever its size.
-        forward: Of a forward of the draft model, one per depth; 0 for a parallel one, which runs one for all.
-        row: Of a proposed token that the target verifies.
-        session: Of another session that waits for the same target worker.
-        others_row: Of a proposed token of those sessions.
-        others_prompt: Of a token of their prompts.
-        further_row: Of a proposed token beyond `KNEE`, in addition to `row`.
-    """
-
-    fixed: float
-    draft: float
-    forward: float
-    row: float
-    session: float
-    others_row: float
-    others_prompt: float
-    further_row: float
+    fixed: float  # of every cycle
+    draft: float  # of a proposal of a draft model, whatever its size
+    forward: float  # of a forward of the draft model, one per depth; 0 for a parallel one, which runs one
+    row: float  # of a proposed token that the target verifies
+    session: float  # of another session that waits for the same target worker
+    others_row: float  # of a proposed token of those sessions
+    others_prompt: float  # of a token of their prompts
+    further_row: float  # of a proposed token beyond `KNEE`, in addition to `row`
 
     def rows_s(self, rows: int) -> float:
         """Return the seconds that a proposal's rows add to the target's forward."""

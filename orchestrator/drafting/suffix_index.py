@@ -64,15 +64,10 @@ _WINDOW = LEVELS[-1]
 
 @dataclass(frozen=True)
 class Context:
-    """The end of a token sequence, to be looked up.
+    """The end of a token sequence, to be looked up."""
 
-    Args:
-        tokens: The latest tokens, at most `LONGEST`.
-        slots: Hash of the suffix of each of `LEVELS`, 16 bits; without meaning where `tokens` is shorter.
-    """
-
-    tokens: array[int]
-    slots: tuple[int, ...]
+    tokens: array[int]  # the latest tokens, at most `LONGEST`
+    slots: tuple[int, ...]  # 16-bit hash per suffix of `LEVELS`; without meaning where `tokens` is shorter
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> Context:

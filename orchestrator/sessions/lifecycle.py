@@ -179,23 +179,14 @@ CheckModel = Callable[[str, str, float], Awaitable[None]]
 
 @dataclass
 class OpenSession:
-    """A session that this process owns, or whose turn has ended.
+    """A session that this process owns, or whose turn has ended."""
 
-    Args:
-        session: The session; at its prompt until `replay` has run.
-        request: The request that began the turn.
-        tokens: Tokens that previous owners committed in this turn.
-        offset: Number of these that the client has.
-        ended: Finish reason if the turn has ended, else None.
-        handover: Handover of the previous owner.
-    """
-
-    session: Session
-    request: GenerationRequest
-    tokens: tuple[StoredToken, ...] = ()
-    offset: int = 0
-    ended: FinishReason | None = None
-    handover: SessionHandover = field(default_factory=SessionHandover)
+    session: Session  # at its prompt until `replay` has run
+    request: GenerationRequest  # the request that began the turn
+    tokens: tuple[StoredToken, ...] = ()  # that previous owners committed in this turn
+    offset: int = 0  # number of these that the client has
+    ended: FinishReason | None = None  # None if the turn has not ended
+    handover: SessionHandover = field(default_factory=SessionHandover)  # of the previous owner
 
     async def replay(self, progress: ChunkBuilder) -> AsyncGenerator[Chunk, None]:
         """Advance the session to the last committed token; yield the tokens that the client lacks.

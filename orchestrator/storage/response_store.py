@@ -87,15 +87,10 @@ return existed
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response as read from the store.
+    """A response as read from the store."""
 
-    Args:
-        input: JSON list of the items before the response's output, those of earlier responses included.
-        response: JSON of the response object, without log-probabilities.
-    """
-
-    input: bytes
-    response: bytes
+    input: bytes  # JSON list of the items before the response's output, those of earlier responses included
+    response: bytes  # JSON of the response object, without log-probabilities
 
 
 class ResponseStore:

@@ -61,27 +61,17 @@ SUMMARY_FIELDS = (
 
 @dataclass(frozen=True)
 class StoredSession(SessionInfo):
-    """A session with its tokens, as read from the store; its id is the qualified name.
+    """A session with its tokens, as read from the store; its id is the qualified name."""
 
-    Args:
-        request: The request that began the turn, as passed to the store.
-        prompt: Token ids of the turn's prompt, which includes all earlier turns.
-        sample_index: Index of the session among the request's choices.
-        max_tokens: Upper bound of emitted tokens, clipped to the context.
-        handover: What the owner left for the next one.
-        model_identity: Identity of the target that emitted the tokens, also of earlier turns; "" if unknown.
-        is_whole: Whether all committed tokens are present.
-    """
-
-    request: bytes
+    request: bytes  # the request that began the turn, as passed to the store
     digest: str
-    prompt: tuple[int, ...]
-    sample_index: int
-    max_tokens: int
+    prompt: tuple[int, ...]  # token ids of the turn's prompt, which includes all earlier turns
+    sample_index: int  # index of the session among the request's choices
+    max_tokens: int  # upper bound of emitted tokens, clipped to the context
     tokens: tuple[StoredToken, ...]
-    handover: bytes
-    model_identity: str
-    is_whole: bool
+    handover: bytes  # what the owner left for the next one
+    model_identity: str  # of the target that emitted the tokens, earlier turns included; "" if unknown
+    is_whole: bool  # whether all committed tokens are present
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -35,21 +35,14 @@ _SLICE = 4
 
 @dataclass(slots=True)
 class _Entry:
-    """One finished cycle.
+    """One finished cycle."""
 
-    Args:
-        index: Number of the cycle, from 0.
-        base_position: Tokens committed before it.
-        draft: Call to the draft worker; None without one, or while it still prefills a prompt.
-        stored: `time.perf_counter()` when its tokens were stored; 0 when not recorded.
-    """
-
-    index: int
+    index: int  # number of the cycle, from 0
     cycle: Cycle
-    base_position: int
-    draft: Call | None
+    base_position: int  # tokens committed before it
+    draft: Call | None  # call to the draft worker; None without one, or while it still prefills a prompt
     target: Call | None
-    stored: float = 0.0
+    stored: float = 0.0  # `time.perf_counter()` when its tokens were stored; 0 when not recorded
 
 
 class CycleLog:

@@ -42,31 +42,19 @@ LOGPROB_BYTES = 96
 
 @dataclass(frozen=True)
 class ChoicePlan:
-    """One choice to generate.
+    """One choice to generate."""
 
-    Args:
-        index: Position among the choices of the response.
-        echo: Text to put before the completion.
-        stream_tokens: Whether each streamed piece includes its tokens.
-        echo_logprobs: Alternatives per echoed prompt token in `logprobs`; None leaves the prompt out.
-        prompt_logprobs: Alternatives in the choice's `prompt_logprobs`; None omits the field.
-        is_prompt_only: Whether to omit the completion; at least one token is always generated.
-        prompt_text: The rendered prompt of a chat.
-        calls: The tool calls that the completion may have; None if it has none.
-        grammar_field: The field that asked for a grammar; empty if none did.
-    """
-
-    index: int
+    index: int  # position among the choices of the response
     prompt_index: int
     request: GenerationRequest
-    echo: str = ""
-    stream_tokens: bool = False
-    echo_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    is_prompt_only: bool = False
-    prompt_text: str = ""
-    calls: CallPlan | None = None
-    grammar_field: str = ""
+    echo: str = ""  # text to put before the completion
+    stream_tokens: bool = False  # whether each streamed piece includes its tokens
+    echo_logprobs: int | None = None  # alternatives per echoed prompt token in `logprobs`; None: no prompt
+    prompt_logprobs: int | None = None  # alternatives in the choice's `prompt_logprobs`; None omits the field
+    is_prompt_only: bool = False  # whether to omit the completion; at least one token is always generated
+    prompt_text: str = ""  # the rendered prompt of a chat
+    calls: CallPlan | None = None  # the tool calls that the completion may have; None if it has none
+    grammar_field: str = ""  # the field that asked for a grammar; empty if none did
 
     def num_logprobs(self, num_tokens: int) -> int:
         """Return how many log-probabilities of a prompt of `num_tokens` the choice returns."""

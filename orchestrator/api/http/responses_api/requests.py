@@ -22,22 +22,14 @@ from orchestrator.api.http.tools.calls import CallPlan, ToolChoice, plan_calls, 
 
 @dataclass(frozen=True)
 class ResponsePlan:
-    """One response to generate.
+    """One response to generate."""
 
-    Args:
-        response: The response before its output.
-        items: The items before the output, those of earlier responses included.
-        prompt_text: The rendered prompt.
-        calls: The calls that the model may make; None for none.
-        names: Names that errors about fields have for the client.
-    """
-
-    response: types.ResponseObject
-    items: list[types.InputListItem]
+    response: types.ResponseObject  # the response before its output
+    items: list[types.InputListItem]  # the items before the output, those of earlier responses included
     request: GenerationRequest
-    prompt_text: str
-    calls: CallPlan | None
-    names: Mapping[str, str]
+    prompt_text: str  # the rendered prompt
+    calls: CallPlan | None  # the calls that the model may make; None for none
+    names: Mapping[str, str]  # names that errors about fields have for the client
 
 
 def plan_response(

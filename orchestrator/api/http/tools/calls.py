@@ -28,18 +28,12 @@ _LINE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call.
-
-    Args:
-        description: What it does, for the model.
-        parameters: JSON schema of its arguments; None: it takes none.
-        field: Name of the request's field with the schema, for errors.
-    """
+    """A function that the model may call."""
 
     name: str
-    description: str = ""
-    parameters: Mapping[str, Any] | None = None
-    field: str = "tools"
+    description: str = ""  # what it does, for the model
+    parameters: Mapping[str, Any] | None = None  # JSON schema of its arguments; None: it takes none
+    field: str = "tools"  # name of the request's field with the schema, for errors
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -61,15 +55,10 @@ ChoiceMode = Literal["none", "auto", "required"]
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model calls tools.
+    """Whether the model calls tools."""
 
-    Args:
-        mode: "none": it does not; "auto": as it likes; "required": it does.
-        name: With "required": the only tool that it may call; empty for all.
-    """
-
-    mode: ChoiceMode
-    name: str = ""
+    mode: ChoiceMode  # "none": it does not; "auto": as it likes; "required": it does
+    name: str = ""  # with "required": the only tool that it may call; empty for all
 
 
 @dataclass(frozen=True)

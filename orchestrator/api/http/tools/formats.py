@@ -62,15 +62,10 @@ The results are given within <tool_response></tool_response>."""
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model is told of tools, and writes calls.
-
-    Args:
-        is_native: Whether the chat template renders tools, calls and results; else this class writes them as
-            plain messages.
-    """
+    """How a model is told of tools, and writes calls."""
 
     family: CallFamily
-    is_native: bool
+    is_native: bool  # the chat template renders tools, calls and results; else this class does
     chat: ChatFormat
 
     @classmethod
