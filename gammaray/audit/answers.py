@@ -15,6 +15,8 @@ from gammaray.errors import InternalError, rendering
 _REPLACEMENT = "\ufffd"
 _MAX_CHOICES = 128
 
+_COLUMNS = ("token_logprobs", "top_logprobs")
+
 
 class AnswerError(InternalError):
     """A field of a server's answer is malformed.
@@ -185,9 +187,6 @@ def _tokens(path: str, logprobs: Any) -> list[Token]:
         own = None if logprob is None else _logprob(f"{path}.token_logprobs[{i}]", logprob)
         found.append(Token(text, text, own, listed))
     return found
-
-
-_COLUMNS = ("token_logprobs", "top_logprobs")
 
 
 def _listed(path: str, entry: Any) -> Token:

@@ -60,6 +60,18 @@ _SHARE = 0.02
 _POWER_80 = 0.8416
 """Quantile of the normal distribution at 0.8."""
 
+EXACT = (_FLOAT32, 0.0)
+"""`rounding` of log-probabilities in float32."""
+
+_STEPS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+_SMALL_STEPS = (0.00125, 0.0025, *_STEPS[:4])
+_MISSING = (0.5, 0.95)
+_TOP_P = (0.8, 0.9, 0.95, 0.98)
+_MIN_P = (0.02, 0.05, 0.1)
+
+_RECYCLED = (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)
+_ALTERNATING = (0.1, 0.25, 0.5)
+
 
 @dataclass(frozen=True)
 class Position:
@@ -136,10 +148,6 @@ class Position:
         return math.fsum([error * prob * abs(ratio - rest) for error, prob, ratio in sides])
 
 
-EXACT = (_FLOAT32, 0.0)
-"""`rounding` of log-probabilities in float32."""
-
-
 def rounding(values: Sequence[float]) -> tuple[float, float]:
     """Return the absolute and the relative error of log-probabilities, by how all of them look rounded."""
     mantissas = [math.frexp(value)[0] for value in values]
@@ -168,12 +176,6 @@ class Family:
             return [f"temperature {1 / (1 + size):.3g}" for size in self.sizes]
         return [f"{self.name}: {size:g}" for size in self.sizes]
 
-
-_STEPS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
-_SMALL_STEPS = (0.00125, 0.0025, *_STEPS[:4])
-_MISSING = (0.5, 0.95)
-_TOP_P = (0.8, 0.9, 0.95, 0.98)
-_MIN_P = (0.02, 0.05, 0.1)
 
 TEMPERATURES = Family("temperature", tuple(2 * sign * size for size in _STEPS for sign in (1, -1)))
 _SHARES = (
@@ -406,10 +408,6 @@ class LawTest(Wealth):
             "temperature above 1": 1 / (1 - tempered) if tempered < 1 else math.inf,
         }
         return found | {name: size if size <= 1 else math.inf for name, size in sizes.items()}
-
-
-_RECYCLED = (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)
-_ALTERNATING = (0.1, 0.25, 0.5)
 
 
 class IndependenceTest(Wealth):

@@ -39,6 +39,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+_ABSENT = "\u2603\u2604"
+"""A stop string that no text has."""
+
 
 async def check_max_tokens(subject: Subject) -> CheckResult:
     """A completion has `max_tokens` tokens where the text goes on, and `finish_reason` says so."""
@@ -108,10 +111,6 @@ async def check_min_tokens(subject: Subject) -> CheckResult:
     if not found:
         raise inconclusive("no completion ends by itself within 36 tokens")
     return passed(found)
-
-
-_ABSENT = "\u2603\u2604"
-"""A stop string that no text has."""
 
 
 async def check_stop(subject: Subject) -> CheckResult:

@@ -39,6 +39,12 @@ _MIN_REQUESTS, _MAX_REQUESTS = 4, 24
 Kept = Callable[[list[float], float], bool]
 """Whether a token of a log-probability may be drawn, given those of the position, the most likely first."""
 
+PENALTIES = (
+    {"presence_penalty": 1.0, "frequency_penalty": 1.0},
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": 0.75},
+)
+
 
 async def check_truncation(name: str, value: float, kept: Kept, subject: Subject) -> CheckResult:
     """No token is generated outside of what a parameter keeps.
@@ -156,13 +162,6 @@ async def _near_tokens(subject: Subject) -> list[tuple[float, int, str, str]]:
             gaps = ((best - lp, key) for key, lp in token.cells.items() if key in ids)
             found += [(gap, ids[key], key, prompt) for gap, key in gaps if 2 * _MARGIN < gap < _MAX_GAP]
     return sorted(found)
-
-
-PENALTIES = (
-    {"presence_penalty": 1.0, "frequency_penalty": 1.0},
-    {"frequency_penalty": 0.5},
-    {"presence_penalty": 0.75},
-)
 
 
 async def check_penalties(subject: Subject) -> CheckResult:

@@ -35,6 +35,8 @@ _MIN_KNOWN = 0.95
 _MIN_VALUES = 20
 OTHERS = 8
 
+Check = Callable[[Subject], Awaitable[CheckResult]]
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -259,6 +261,3 @@ def worst(results: Sequence[CheckResult]) -> CheckResult:
     status = min((v.status for v in results), key=order.index)
     those = [v for v in results if v.status is status]
     return CheckResult(status, "; ".join(v.summary for v in those), those[0].evidence, those[0].curl)
-
-
-Check = Callable[[Subject], Awaitable[CheckResult]]

@@ -14,6 +14,11 @@ from gammaray.bench.measure import PLAIN, Median, Samples, speeds
 from gammaray.bench.systems import Arrival, Sample
 from gammaray.types import SpeculationSummary
 
+Row = dict[str, Any]
+
+BASES = {"over_plain": PLAIN}
+"""Name of each ratio -> its denominator system."""
+
 
 def gaps(arrivals: Sequence[Arrival]) -> list[float]:
     """Return the gaps between the tokens of one completion, in seconds.
@@ -43,12 +48,6 @@ def percentile(values: Sequence[float], q: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-Row = dict[str, Any]
-
-BASES = {"over_plain": PLAIN}
-"""Name of each ratio -> its denominator system."""
 
 
 def row(system: str, samples: Samples, bases: Mapping[str, str] = BASES) -> Row:

@@ -13,6 +13,11 @@ from typing import Any, TypeAlias, TypeVar
 
 from gammaray.types import ProcessStatus, SpeculationTotals, WorkerTotals
 
+Pair: TypeAlias = tuple[ProcessStatus, ProcessStatus]
+"""A process in both snapshots; twice in the second one if it is missing in the first."""
+
+TotalsT = TypeVar("TotalsT", SpeculationTotals, WorkerTotals)
+
 
 @dataclass(frozen=True)
 class Speculation:
@@ -72,12 +77,6 @@ def measure(before: Sequence[ProcessStatus], after: Sequence[ProcessStatus], sec
         tuple(_speculation(pair[1].pid, [pair], seconds) for pair in orchestrators),
         tuple(_worker(*pair, seconds) for pair in workers),
     )
-
-
-Pair: TypeAlias = tuple[ProcessStatus, ProcessStatus]
-"""A process in both snapshots; twice in the second one if it is missing in the first."""
-
-TotalsT = TypeVar("TotalsT", SpeculationTotals, WorkerTotals)
 
 
 def _identity(process: ProcessStatus) -> tuple[str, int, str]:

@@ -40,28 +40,6 @@ many only costs, and a new one may load its model for minutes."""
 SHRINK_MARGIN = 0.7
 """A replica is removed only if the load per remaining one is at most this share of the wanted load."""
 
-
-def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> dict[str, Any]:
-    """Return the `autoscaling_config` of a role's deployment, as JSON values.
-
-    If both bounds of its size are equal, the pool reports its load and keeps its size.
-    """
-    return {
-        "min_replicas": size.minimum,
-        # A pool with minimum 0 starts with one replica, to measure whether drafting pays.
-        "initial_replicas": max(1, size.minimum),
-        "max_replicas": size.maximum,
-        "metrics_interval_s": REPORT_INTERVAL_S,
-        "look_back_period_s": _NUM_REPORTS * REPORT_INTERVAL_S,
-        "upscale_delay_s": SCALE_UP_DELAY_S,
-        "downscale_delay_s": SCALE_DOWN_DELAY_S,
-        "policy": {
-            "policy_function": _POLICIES[role],
-            "policy_kwargs": {"settings": settings.model_dump(mode="json")},
-        },
-    }
-
-
 GRPC_SERVICERS: Final = ("orchestrator.api.grpc_handlers.add_generation_service",)
 """Servicers that Serve's gRPC options must name to expose the public API."""
 
@@ -94,6 +72,27 @@ SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
 }
 """Variables that every process of every Ray node must have before Ray and gRPC are imported."""
+
+
+def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> dict[str, Any]:
+    """Return the `autoscaling_config` of a role's deployment, as JSON values.
+
+    If both bounds of its size are equal, the pool reports its load and keeps its size.
+    """
+    return {
+        "min_replicas": size.minimum,
+        # A pool with minimum 0 starts with one replica, to measure whether drafting pays.
+        "initial_replicas": max(1, size.minimum),
+        "max_replicas": size.maximum,
+        "metrics_interval_s": REPORT_INTERVAL_S,
+        "look_back_period_s": _NUM_REPORTS * REPORT_INTERVAL_S,
+        "upscale_delay_s": SCALE_UP_DELAY_S,
+        "downscale_delay_s": SCALE_DOWN_DELAY_S,
+        "policy": {
+            "policy_function": _POLICIES[role],
+            "policy_kwargs": {"settings": settings.model_dump(mode="json")},
+        },
+    }
 
 
 def log_with_serve() -> None:

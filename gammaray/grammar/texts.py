@@ -22,6 +22,11 @@ JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 # What `json.dumps(..., ensure_ascii=False)` writes; no endless whitespace.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+# A slash would end an expression in Lark, a newline is no part of one. `\<` and `\>` are word boundaries in
+# Rust's expressions, which llguidance does not support, and the characters themselves elsewhere.
+_SPECIAL = re.compile(r"\\.|[/\n]|<(?=\[)", re.DOTALL)
+_IN_LARK = {"/": r"\/", "\n": r"\n", "<": r"\x3c", ">": r"\x3e"}
+
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> str:
     """Return the grammar of JSON texts that match a schema, see `json_rule`."""
@@ -80,12 +85,6 @@ def literal(text: str) -> str:
 def _escaped(text: str) -> str:
     # Tokens by number, <[...]>, are refused in grammars, see `gammaray.grammar.matcher`.
     return text.replace("<", "\\u003c").replace("\x7f", "\\u007f")
-
-
-# A slash would end an expression in Lark, a newline is no part of one. `\<` and `\>` are word boundaries in
-# Rust's expressions, which llguidance does not support, and the characters themselves elsewhere.
-_SPECIAL = re.compile(r"\\.|[/\n]|<(?=\[)", re.DOTALL)
-_IN_LARK = {"/": r"\/", "\n": r"\n", "<": r"\x3c", ">": r"\x3e"}
 
 
 def _in_lark(found: re.Match[str]) -> str:

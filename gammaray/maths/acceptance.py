@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 
 from gammaray.types import DrafterKind, SpeculationSummary, TokenOrigin
 
+_DEPTH_STRENGTH = 8.0
+"""Weight of the pooled alpha at each depth, in tested tokens."""
+
 
 @dataclass
 class SpeculationCounters:
@@ -31,7 +34,7 @@ class SpeculationCounters:
     verify_s: float = 0.0  # seconds waited for verdicts
     decode_s: float = 0.0  # seconds of the cycles after the first
     plain_s: float = 0.0  # seconds that their tokens would have taken with plain decoding
-    # NONE if nothing was proposed.
+    # Entry NONE: cycles in which nothing was proposed.
     cycles_by_drafter: dict[DrafterKind, int] = field(default_factory=lambda: dict.fromkeys(DrafterKind, 0))
     prediction_drafted: int = 0  # proposed tokens of the request's prediction
     prediction_accepted: int = 0  # those of them that were accepted
@@ -152,10 +155,6 @@ class SpeculationCounters:
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
         )
-
-
-_DEPTH_STRENGTH = 8.0
-"""Weight of the pooled alpha at each depth, in tested tokens."""
 
 
 class AcceptanceEstimator:

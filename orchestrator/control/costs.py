@@ -17,32 +17,6 @@ from gammaray.types import DrafterKind
 from orchestrator.control.tree_model import TreeModel
 from orchestrator.cycle.types import Cycle
 
-
-class Costs(NamedTuple):
-    """Seconds by kind of work, or how much of each a cycle has."""
-
-    fixed: float  # of every cycle
-    draft: float  # of a proposal of a draft model, whatever its size
-    forward: float  # of a forward of the draft model, one per depth; 0 for a parallel one, which runs one
-    row: float  # of a proposed token that the target verifies
-    session: float  # of another session that waits for the same target worker
-    others_row: float  # of a proposed token of those sessions
-    others_prompt: float  # of a token of their prompts
-    further_row: float  # of a proposed token beyond `KNEE`, in addition to `row`
-
-    def rows_s(self, rows: int) -> float:
-        """Return the seconds that a proposal's rows add to the target's forward."""
-        return self.row * rows + self.further_row * max(0, rows - KNEE)
-
-
-PRIOR = Costs(1.0, 0.1, 0.1, 0.03, 0.02, 0.02, 0.02, 0.0)
-PRIOR_SD = Costs(0.5, 0.3, 0.3, 0.05, 0.05, 0.05, 0.05, 0.05)
-"""Coefficients before any measurement and their standard deviations, in units of the fixed costs; the first
-measured cycle sets the unit. Proposals are assumed to cost by the forward rather than by the proposal: the
-opposite prevents short chains from being tried, whereas a short chain refutes this. A deviation of 0.02 for
-the rows of others takes hundreds of steps to learn that rows are dear, 0.1 makes 32 sessions on shared cores
-2 % slower (simulation, 2026-11-23)."""
-
 KNEE = 4
 """Rows of a proposal beyond which a row may cost more, as it is no longer computed while a forward reads its
 weights: 0.12 of a forward instead of 0.03 on a core of Zen 5 (SmolLM2, `benchmarks.rows`, 2026-11-25)."""
@@ -92,6 +66,33 @@ STRENGTH = 8.0
 
 MatchClass = tuple[DrafterKind, int, int]
 """Kind of a match, and the classes of its length and of the request's temperature."""
+
+
+class Costs(NamedTuple):
+    """Seconds by kind of work, or how much of each a cycle has."""
+
+    fixed: float  # of every cycle
+    draft: float  # of a proposal of a draft model, whatever its size
+    forward: float  # of a forward of the draft model, one per depth; 0 for a parallel one, which runs one
+    row: float  # of a proposed token that the target verifies
+    session: float  # of another session that waits for the same target worker
+    others_row: float  # of a proposed token of those sessions
+    others_prompt: float  # of a token of their prompts
+    further_row: float  # of a proposed token beyond `KNEE`, in addition to `row`
+
+    def rows_s(self, rows: int) -> float:
+        """Return the seconds that a proposal's rows add to the target's forward."""
+        return self.row * rows + self.further_row * max(0, rows - KNEE)
+
+
+PRIOR = Costs(1.0, 0.1, 0.1, 0.03, 0.02, 0.02, 0.02, 0.0)
+PRIOR_SD = Costs(0.5, 0.3, 0.3, 0.05, 0.05, 0.05, 0.05, 0.05)
+"""Coefficients before any measurement and their standard deviations, in units of the fixed costs; the first
+measured cycle sets the unit. Proposals are assumed to cost by the forward rather than by the proposal: the
+opposite prevents short chains from being tried, whereas a short chain refutes this. A deviation of 0.02 for
+the rows of others takes hundreds of steps to learn that rows are dear, 0.1 makes 32 sessions on shared cores
+2 % slower (simulation, 2026-11-23)."""
+
 
 _SIZE = len(PRIOR)
 _VARIANCE = tuple(deviation**2 for deviation in PRIOR_SD)

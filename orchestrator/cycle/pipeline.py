@@ -13,6 +13,8 @@ from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
 
+_Write = Coroutine[Any, Any, None]
+
 
 async def run_cycles(
     session: Session,
@@ -57,9 +59,6 @@ async def run_cycles(
     finally:
         await end_tasks(running)
         queue.close()
-
-
-_Write = Coroutine[Any, Any, None]
 
 
 class _CycleQueue:

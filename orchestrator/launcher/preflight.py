@@ -21,6 +21,13 @@ from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.engines import check_installed, takes_gpu
 from gammaray.errors import InvalidArgumentError
 
+_NOT_ON_VLLM = {"draft_vocab_size", "pard_token"}
+"""Keys of the configurations of drafters that vLLM does not serve; workers find others by their tensors."""
+
+_OWN_ADDRESS = "an IPv4 address or name of this machine"
+_QUIET_PORTS = range(29_600, 32_700)
+_reservations: dict[int, socket.socket] = {}
+
 
 def worker_cores(
     cores: Collection[int], num_targets: int, num_drafts: int, threads: int = 1
@@ -35,14 +42,6 @@ def worker_cores(
         return {"target": (), "draft": ()}
     usable = tuple(sorted(cores))
     return {"target": usable[:of_targets], "draft": usable[of_targets : of_targets + of_drafts]}
-
-
-_NOT_ON_VLLM = {"draft_vocab_size", "pard_token"}
-"""Keys of the configurations of drafters that vLLM does not serve; workers find others by their tensors."""
-
-_OWN_ADDRESS = "an IPv4 address or name of this machine"
-_QUIET_PORTS = range(29_600, 32_700)
-_reservations: dict[int, socket.socket] = {}
 
 
 def check_port(field: str, host: str, port: int) -> None:

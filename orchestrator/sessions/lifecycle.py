@@ -41,6 +41,18 @@ MAX_PROMPT_BYTES = 2**20
 MAX_SHOWN = 256
 """Characters of a model's name that an error repeats."""
 
+REPLAY_TOKENS = 64
+"""Tokens per chunk when committed tokens are replayed to a client."""
+
+PROMPT_HASH_BYTES = 32
+ANY_NAME = "any"
+"""Session name in stored requests, so that choices with different names share one stored request."""
+
+OPEN_TRIES = 3
+"""Attempts to open a session before its state is an error: other processes may be changing it."""
+
+CheckModel = Callable[[str, str, float], Awaitable[None]]
+
 
 class ContextLengthError(InvalidArgumentError):
     """A prompt leaves no room for a token in the model's context.
@@ -161,20 +173,6 @@ def make_session(
         num_prompt_logprobs=request.num_prompt_logprobs,
         is_stored=request.store,
     )
-
-
-REPLAY_TOKENS = 64
-"""Tokens per chunk when committed tokens are replayed to a client."""
-
-PROMPT_HASH_BYTES = 32
-ANY_NAME = "any"
-"""Session name in stored requests, so that choices with different names share one stored request."""
-
-OPEN_TRIES = 3
-"""Attempts to open a session before its state is an error: other processes may be changing it."""
-
-
-CheckModel = Callable[[str, str, float], Awaitable[None]]
 
 
 @dataclass

@@ -58,6 +58,8 @@ SUMMARY_FIELDS = (
 )
 """Fields of a session's summary. A hash without the first was stored by an earlier version."""
 
+_RECORDS = {num_top: TokenRecords(None if num_top < 0 else num_top) for num_top in range(-1, 21)}
+
 
 @dataclass(frozen=True)
 class StoredSession(SessionInfo):
@@ -160,9 +162,6 @@ def _unpack_request(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
     (length,) = struct.unpack_from("<I", packed)
     count = (len(packed) - 4 - length) // 4
     return packed[4 : 4 + length], struct.unpack_from(f"<{count}I", packed, 4 + length)
-
-
-_RECORDS = {num_top: TokenRecords(None if num_top < 0 else num_top) for num_top in range(-1, 21)}
 
 
 class RedisStore:

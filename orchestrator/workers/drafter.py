@@ -25,6 +25,8 @@ from orchestrator.workers.session_client import WorkerSession
 LONG_CONTEXT = 64
 """If a draft worker lacks at least this many tokens, it prefills them in the background."""
 
+_DraftLink = WorkerConnection[draft_pb.ProposeBlock, draft_pb.ProposeResult]
+
 
 class Readiness(Enum):
     """Whether a draft worker can propose for a session now."""
@@ -32,9 +34,6 @@ class Readiness(Enum):
     READY = "ready"
     READING = "reading"
     ABSENT = "absent"
-
-
-_DraftLink = WorkerConnection[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
 
 class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]):

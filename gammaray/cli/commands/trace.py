@@ -22,6 +22,8 @@ _BUSY, _WAITING, _OTHER = "█", "░", "·"
 _PROPOSE, _VERIFY = "cyan", "magenta"
 _MAX_NODES_DRAWN = 12
 
+_PIPE_WIDTH = 120
+
 
 def timeline(cycles: Sequence[CycleRecord], bar_width: int = 40) -> RenderableType:
     """Return the timeline of a session, oldest cycle first, with a summary below.
@@ -160,9 +162,6 @@ def _summary(cycles: Sequence[CycleRecord]) -> Text:
         ", ".join(f"{name} {part:.0%}" for name, part in share.items()),
     ]
     return Text("; ".join(words), style="bold")
-
-
-_PIPE_WIDTH = 120
 
 
 @click.command()

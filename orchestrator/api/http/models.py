@@ -96,6 +96,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 
+HTTP_SAMPLING = tuple(
+    name for name in SAMPLING_RULES if name not in ("banned_token_ids", "sample_index", "grammar")
+)
+"""Sampling parameters that a body may have; the index of a sample follows from `n`."""
+
+_NULLABLE = ("tool_calls", "tool_call_id")
+
 
 def _describe_body(schema: dict[str, Any]) -> None:
     """Add what a body may have besides a model's fields."""
@@ -175,11 +182,6 @@ class StreamOptions(ObfuscationOptions):
         False, description="With include_usage: whether each event contains its choice's usage so far."
     )
 
-
-HTTP_SAMPLING = tuple(
-    name for name in SAMPLING_RULES if name not in ("banned_token_ids", "sample_index", "grammar")
-)
-"""Sampling parameters that a body may have; the index of a sample follows from `n`."""
 
 if TYPE_CHECKING:
     _SamplingFields = StrictModel
@@ -313,9 +315,6 @@ class CompletionRequest(OpenAIRequest):
         if not is_list or not all(isinstance(prompt, str) or is_token_ids(prompt) for prompt in value):
             raise ValueError(f"a string, a list of token ids, or a list of 1 to {MAX_CHOICES} of these")
         return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
-
-
-_NULLABLE = ("tool_calls", "tool_call_id")
 
 
 def _describe_message(schema: dict[str, Any]) -> None:

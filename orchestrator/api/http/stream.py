@@ -36,6 +36,23 @@ HEADER = "last-event-id"
 _END = "end"
 _FORM = "an id of an event of this server: <session>:<turn>:<tokens>"
 
+Pieces = AsyncIterator[tuple[int, Chunk]]
+"""Pieces of several choices in order of arrival, each with the index of its choice."""
+
+_Queue: TypeAlias = "asyncio.Queue[tuple[int, Chunk | Exception | None]]"
+"""Pieces; each generation puts its error or None at its end."""
+
+_MAX_HELD = 32
+"""Pieces buffered for a slow client before its generations block."""
+
+_CLOSE_TIMEOUT_S = 5.0
+
+COMMENT, COMMENT_PERIOD_S = b": waiting\n\n", 10.0
+"""An event without fields, which clients ignore; sent after so many seconds in which nothing else was."""
+
+EVENT_BYTES = 256
+"""With `include_obfuscation`, event sizes are multiples of this."""
+
 
 @dataclass(frozen=True)
 class EventId:
@@ -91,24 +108,6 @@ async def recall(response: Response, backend: Backend, seen: EventId, caller: Ca
     for start in range(0, min(seen.offset, len(tokens)), REPLAY_TOKENS):
         response.recall(tokens[start : min(start + REPLAY_TOKENS, seen.offset)])
         await asyncio.sleep(0)
-
-
-Pieces = AsyncIterator[tuple[int, Chunk]]
-"""Pieces of several choices in order of arrival, each with the index of its choice."""
-
-_Queue: TypeAlias = "asyncio.Queue[tuple[int, Chunk | Exception | None]]"
-"""Pieces; each generation puts its error or None at its end."""
-
-_MAX_HELD = 32
-"""Pieces buffered for a slow client before its generations block."""
-
-_CLOSE_TIMEOUT_S = 5.0
-
-COMMENT, COMMENT_PERIOD_S = b": waiting\n\n", 10.0
-"""An event without fields, which clients ignore; sent after so many seconds in which nothing else was."""
-
-EVENT_BYTES = 256
-"""With `include_obfuscation`, event sizes are multiples of this."""
 
 
 @asynccontextmanager

@@ -19,6 +19,13 @@ from orchestrator.api.http.responses_api.models import LOGPROBS, ResponsesReques
 from orchestrator.api.http.structured import format_rule
 from orchestrator.api.http.tools.calls import CallPlan, ToolChoice, plan_calls, render_messages
 
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
+
 
 @dataclass(frozen=True)
 class ResponsePlan:
@@ -64,14 +71,6 @@ def plan_response(
         (request,) = with_ids([request], prompt, model.tokenizer, model.max_context)
     head = _head(body, request, response_id, body.model or model.model_name)
     return ResponsePlan(head, items, request, prompt.text, calls, names)
-
-
-_NAMES = {
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "prompt": "input",
-    "response_format": "text.format",
-}
 
 
 def _check_options(body: ResponsesRequest) -> None:

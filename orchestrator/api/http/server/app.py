@@ -60,6 +60,12 @@ from orchestrator.text.cpu_threads import in_parser_thread, in_thread
 _ENGINE = "0"
 """Value of vLLM's label `engine`: all orchestrators together count as one engine."""
 
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+_MAX_BODIES_BYTES = 256 * 2**20
+
+_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
+
 
 def add_metrics(app: FastAPI, backend: Backend) -> None:
     """Add GET /metrics, and GET /metrics/targets for the `http_sd_configs` of Prometheus."""
@@ -144,9 +150,6 @@ class _VllmCollector:
         return family
 
 
-_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
-
-
 def playground() -> fastapi.Response:
     """Return the page; its CSP restricts it to its own inline script and to requests to this server."""
     page = _page()
@@ -177,11 +180,6 @@ def _policy(page: str) -> str:
         "frame-ancestors 'none'; "
         f"img-src data:; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}"
     )
-
-
-_MAX_BODIES_BYTES = 256 * 2**20
-
-_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 
 
 def create_app(

@@ -25,6 +25,8 @@ from orchestrator.text.tokenizer import Tokenizer
 _LINE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 """Beginning of llguidance's errors about a line of a grammar."""
 
+ChoiceMode = Literal["none", "auto", "required"]
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -48,9 +50,6 @@ class Tool:
         described = {"description": self.description} if self.description else {}
         function = {"name": self.name, **described, "parameters": dict(self.schema)}
         return {"type": "function", "function": function}
-
-
-ChoiceMode = Literal["none", "auto", "required"]
 
 
 @dataclass(frozen=True)

@@ -20,24 +20,6 @@ from typing import Any
 
 from orchestrator.text.chat import ChatFormat
 
-
-class CallFamily(Enum):
-    """Models that write tool calls alike."""
-
-    HERMES = "hermes"
-    LLAMA = "llama"
-    MISTRAL = "mistral"
-    TEMPLATE = "template"
-    """As a response template describes; no grammar expresses it."""
-
-
-OPEN = {
-    CallFamily.HERMES: "<tool_call>",
-    CallFamily.LLAMA: "<|python_tag|>",
-    CallFamily.MISTRAL: "[TOOL_CALLS]",
-}
-"""What comes before a call; with Llama it may be absent."""
-
 CLOSE = "</tool_call>"
 """What comes after one of Hermes' calls."""
 
@@ -58,6 +40,24 @@ To call a function, write a JSON object with its name and its arguments within <
 {{"name": <function name>, "arguments": <object of the arguments>}}
 </tool_call>
 The results are given within <tool_response></tool_response>."""
+
+
+class CallFamily(Enum):
+    """Models that write tool calls alike."""
+
+    HERMES = "hermes"
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+    TEMPLATE = "template"
+    """As a response template describes; no grammar expresses it."""
+
+
+OPEN = {
+    CallFamily.HERMES: "<tool_call>",
+    CallFamily.LLAMA: "<|python_tag|>",
+    CallFamily.MISTRAL: "[TOOL_CALLS]",
+}
+"""What comes before a call; with Llama it may be absent."""
 
 
 @dataclass(frozen=True)
