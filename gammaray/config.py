@@ -237,7 +237,6 @@ class _ModelSettings(_Settings):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What is asked of the engine, see `gammaray.engines`."""
         return dict(self)
 
     @model_validator(mode="after")

@@ -223,7 +223,6 @@ class Orchestrator:
                 yield await deliver(turn.cancelled(error))
 
     async def _check(self, request: GenerationRequest) -> None:
-        """Check a request as far as is possible without tokenising."""
         await check_request(
             request,
             model_name=self.model_name,

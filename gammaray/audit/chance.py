@@ -35,8 +35,6 @@ _EDGES = (0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0)
 
 
 class _Law:
-    """The test of the law, and what is reported of it."""
-
     def __init__(self, subject: Subject) -> None:
         self._num_top = subject.server.num_top
         self.test = LawTest(subject.alpha * ALPHA["law"], self._num_top, SPECIAL)

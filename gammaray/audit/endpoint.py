@@ -325,7 +325,6 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _message(text: str) -> str:
-    """Return the message of an error's body, on one line."""
     try:
         error = json.loads(text)
         error = error.get("error", error.get("detail", error)) if isinstance(error, dict) else error

@@ -195,7 +195,6 @@ async def check_logprob_zero(subject: Subject) -> CheckResult:
 
 
 def _placeholder(token: Token) -> str:
-    """Return what is wrong with a token's log-probability; empty if nothing is."""
     among = token.cells.get(token.key)
     others = math.fsum(math.exp(lp) for key, lp in token.cells.items() if key != token.key)
     if token.logprob is None or not token.listed:

@@ -89,7 +89,6 @@ check_min_p = partial(
 
 
 def _before(cells: list[float], logprob: float) -> float:
-    """Return the probability of the tokens before one."""
     return math.fsum(math.exp(lp) for lp in cells if lp > logprob + ROUNDING)
 
 

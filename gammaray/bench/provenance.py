@@ -46,7 +46,6 @@ def write_result(name: str, result: dict[str, Any], out: Path) -> Path:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """Return the command line with secrets removed."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name == "__main__":  # a folder was run
         program = "python " + "/".join(Path(argv[0]).parts[-2:])

@@ -120,7 +120,6 @@ class OutputForm:
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any] | None:
-        """The type of a `json_schema` that is one."""
         if isinstance(self.value, (Mapping, bool)):
             return None
         if not isinstance(self.value, type) and get_origin(self.value) is None:

@@ -195,7 +195,6 @@ class _Process:
         return error, cpu_s
 
     def end(self) -> None:
-        """Kill the process and wait for its end."""
         self._child.kill()
         with contextlib.suppress(OSError):
             self._child.__exit__(None, None, None)  # closes the pipes, and waits

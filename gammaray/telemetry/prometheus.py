@@ -104,8 +104,6 @@ def registry(meter: Meter) -> CollectorRegistry:
 
 
 class _Collector:
-    """Converts a meter's values to metric families of prometheus_client."""
-
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 

@@ -35,8 +35,6 @@ class _Ticket:
 
 
 class _Tenant:
-    """Running and waiting requests of one tenant."""
-
     def __init__(self) -> None:
         self.num_running = 0
         self.last_served = -1

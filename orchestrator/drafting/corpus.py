@@ -75,8 +75,6 @@ class _Entry:
 
 @dataclass
 class _Outputs:
-    """What is held of one session."""
-
     expires: float
     entries: list[_Entry] = field(default_factory=list)
 

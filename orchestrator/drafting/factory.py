@@ -107,7 +107,6 @@ class Drafting:
             raise InvalidArgumentError("drafter", request.drafter.value, allowed)
 
     def _remote(self, request: GenerationRequest, spec: pb.SessionSpec) -> ModelDrafter | None:
-        """Return the drafter that has a model, if the request allows one."""
         if request.drafter is DrafterKind.HEAD or (request.drafter.is_model and self._has_head):
             return TargetHead()
         if request.drafter is not DrafterKind.MODEL:
@@ -132,7 +131,6 @@ class Drafting:
 
     @property
     def _has_head(self) -> bool:
-        """Whether a usable target worker has a head."""
         return self._targets.pick_any(has_head) is not None
 
     @property

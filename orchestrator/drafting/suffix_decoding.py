@@ -26,7 +26,6 @@ class SuffixDrafter:
         self._num_seen = 0
 
     def look_up(self, session: Session, depth: int) -> Match | None:
-        """Return the more promising continuation of at most `depth` tokens, None if there is none."""
         tokens = session.token_ids
         self._index.extend(tokens[max(self._num_seen, len(tokens) - MAX_INDEXED) :])
         self._num_seen = len(tokens)

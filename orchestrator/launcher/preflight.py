@@ -117,7 +117,6 @@ def check_workers(settings: ClusterSettings) -> None:
 
 
 def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
-    """Return the settings of a role: the given ones, else the environment's, else the defaults."""
     settings = APPLICATIONS[role].settings
     try:
         return settings(**given)

@@ -94,7 +94,6 @@ def marked(cluster_id: str) -> list[psutil.Process]:
 
 
 def _line(pid: int, parents: dict[int, int]) -> Iterator[int]:
-    """Yield a process and its ancestors, nearest first."""
     seen: set[int] = set()  # the scan is not atomic: a reused pid might form a cycle
     while pid in parents and pid not in seen:
         seen.add(pid)

@@ -255,7 +255,6 @@ class SessionManager:
         return opened
 
     def _adapter(self, request: GenerationRequest) -> str:
-        """Return the LoRA adapter that a checked request names; empty for none."""
         return "" if request.model == self._model_name else request.model
 
     async def _open(self, request: GenerationRequest, max_context: int, caller: Caller) -> OpenSession:
@@ -384,7 +383,6 @@ def _began(stored: StoredSession) -> GenerationRequest:
 
 
 def _prompt_hash(request: GenerationRequest) -> bytes:
-    """Return the SHA-256 hash of the prompt of a request as it was given, text or token ids."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return hashlib.sha256(b"text" + prompt.encode()).digest()

@@ -160,7 +160,6 @@ class RequestMeter:
 
 
 def _split(parts: tuple[Counter, ...], cycle: Cycle) -> None:
-    """Add a cycle's time to the counters of its parts; the parts sum up to its total."""
     draft, queue, step, wire, other = parts
     queue_s = step_s = 0.0
     if cycle.timing is not None:  # from the worker's clock, hence the bounds

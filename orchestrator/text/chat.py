@@ -130,7 +130,6 @@ def chat_format(tokenizer: Any) -> ChatFormat:
 
 
 def _roles(tokenizer: Any) -> Roles:
-    """Return what a template makes of some short conversations."""
     if not _shows(tokenizer, "user", "assistant", "user"):
         return Roles()
     if _shows(tokenizer, "system", "user", "assistant", "system", "user"):

@@ -133,7 +133,6 @@ def _trie(texts: Collection[str]) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a JSON value, keys of objects included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

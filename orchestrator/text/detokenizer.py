@@ -86,7 +86,6 @@ class _ByteDecoder:
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
-        """Return the remaining text, with incomplete characters as U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 

@@ -219,7 +219,6 @@ class Tokenizer:
 
     @cached_property
     def _joins_bytes(self) -> bool:
-        """Whether decoding only joins the tokens' bytes."""
         return self._decoder_kind == "byte_level" and not self._tokenizer.clean_up_tokenization_spaces
 
     def token_bytes(self, token_id: int) -> bytes:

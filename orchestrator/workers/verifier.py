@@ -337,7 +337,6 @@ def _verdict(
 
 
 def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verdict) -> PromptLogprobs:
-    """Return the log-probabilities of the prompt after validating them."""
     found = prompt_logprobs_from_proto(verdict.prompt_logprobs, session.prompt)
     vocab_size = link.info.vocab_size if link.info is not None else 0
     if (

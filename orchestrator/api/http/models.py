@@ -105,7 +105,6 @@ _NULLABLE = ("tool_calls", "tool_call_id")
 
 
 def _describe_body(schema: dict[str, Any]) -> None:
-    """Add what a body may have besides a model's fields."""
     null_is_absent(schema)
     others: dict[str, Any] = {name: {"description": "Ignored."} for name in sorted(_IGNORED)}
     others |= {name: {"enum": [*values, None]} for name, values in _NEUTRAL.items()}

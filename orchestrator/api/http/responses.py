@@ -372,7 +372,6 @@ class Response(ABC):
         check_size([state.plan for state in self.states], self._num_bytes)
 
     def _add(self, index: int, chunk: Chunk) -> Chunk:
-        """Add a piece of choice `index`; return it as sent to the client."""
         state, prompt = self.states[index], chunk.prompt_logprobs
         if prompt is not None:
             for other in self.states:
@@ -459,7 +458,6 @@ class Response(ABC):
         return {**body, **self._results()}
 
     def _results(self) -> dict[str, Any]:
-        """Return the fields about the whole response, once all choices are finished."""
         return {"usage": self._usage(), "gammaray": self.states[0].gammaray(), **self._metrics()}
 
     def _metrics(self) -> dict[str, Any]:
@@ -470,7 +468,6 @@ class Response(ABC):
         return {"metrics": {"speculative_decoding": speculative_decoding(state.summary)}}
 
     def _logprobs(self, state: ChoiceState, tokens: Sequence[EmittedToken], *, with_prompt: bool) -> Any:
-        """Return the log-probabilities of tokens, preceded by those of the echoed prompt if `with_prompt`."""
         if state.logprobs is None:
             return None
         return state.logprobs.render(tokens, self._echoed(state) if with_prompt else None)

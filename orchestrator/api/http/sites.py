@@ -113,5 +113,4 @@ def _name_of(host: str) -> str | None:
 
 
 def _is_local(name: str) -> bool:
-    """Return whether a name is a loopback name or an IP address."""
     return name == "localhost" or name.endswith(".localhost") or is_address(name)

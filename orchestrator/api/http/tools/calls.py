@@ -113,7 +113,6 @@ class CallPlan:
 
     @property
     def _called(self) -> list[Tool]:
-        """The tools that may be called."""
         return [tool for tool in self.tools if self.choice.name in ("", tool.name)]
 
     def parser(self, new_id: Callable[[int], str], prompt: str = "") -> CallParser | TemplateParser:
