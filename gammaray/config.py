@@ -201,11 +201,7 @@ class _Settings(BaseSettings):
 
 
 def settings_error(error: ValidationError, settings: type[BaseModel] | None = None) -> InvalidArgumentError:
-    """Convert the first failure of a validation to an error that names the field.
-
-    Args:
-        settings: The validated class; for an unknown field the error suggests the nearest one of it.
-    """
+    """Convert the first failure of a validation; of an unknown field, `settings` tells the nearest one."""
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     own = _OWN_MESSAGE.fullmatch(first["msg"])

@@ -83,11 +83,7 @@ class SamplingParams:
         return cls(**copied)
 
     def validate(self, vocab_size: int | None = None) -> None:
-        """Check every field, and token ids against `vocab_size` when it is given.
-
-        Raises:
-            InvalidArgumentError: Names the first invalid field, its value and what is allowed.
-        """
+        """Check every field, and token ids against a given `vocab_size`; errors name the first wrong one."""
         for name, rule in SAMPLING_RULES.items():
             rule.check(name, getattr(self, name), vocab_size)
 

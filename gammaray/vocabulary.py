@@ -13,10 +13,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256 of the `id token` lines in order of id, in hexadecimal, added tokens included.
-
-    Orchestrators, targets and drafters are matched by it.
-    """
+    """Return the hexadecimal SHA-256 of the `id token` lines in order of id, added tokens included."""
     entries = sorted(vocabulary.items(), key=lambda entry: entry[1])
     lines = "".join(f"{token_id} {token}\n" for token, token_id in entries)
     return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()

@@ -180,10 +180,7 @@ async def _completions(subject: Subject) -> AsyncGenerator[Answer, None]:
 
 
 class _Special:
-    """Tokens that look special, such as `</s>` and `<|im_end|>`: a text's end is not always reported.
-
-    They are known by their texts alone, so that leaving them out depends on no draw.
-    """
+    """Tokens that look special by their texts, such as `</s>` and `<|im_end|>`; no draw decides which."""
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and _SPECIAL.fullmatch(key) is not None

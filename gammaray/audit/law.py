@@ -129,10 +129,7 @@ class Position:
         return cls(index, probs, scores, [excess + errors[token] / seen for token in found], cut)
 
     def cell_of(self, token: Hashable, logprob: float | None = None) -> int:
-        """Return the cell of a token.
-
-        Its own `logprob`, at or below the cut, tells a token of the rest from a listed one of equal text.
-        """
+        """Return the cell of a token; `logprob` tells one of the rest from a listed one of equal text."""
         rest = len(self.probs) - 1
         return rest if logprob is not None and logprob <= self.cut else self.index.get(token, rest)
 
@@ -207,11 +204,7 @@ LOG_STAKES = tuple(
 
 
 class Bets:
-    """The bets of all alternatives on one position.
-
-    Args:
-        drafted: The cell that a reference drafter proposes; None if not known.
-    """
+    """The bets of all alternatives on one position; the reference drafter, if known, proposes cell `drafted`."""
 
     def __init__(self, position: Position, drafted: int | None = None) -> None:
         self._position, p = position, position.probs
@@ -447,10 +440,7 @@ class IndependenceTest(Wealth):
 
 
 def pair_log_factors(here: Position, there: Position, first: int, second: int) -> list[float]:
-    """Return the logarithms of what multiplies the wealth of each alternative of `IndependenceTest`.
-
-    `first` is the cell that was drawn of `here`, and `second` that of `there`.
-    """
+    """Return by what the wealth of each alternative of `IndependenceTest` is multiplied, as logarithms."""
     gain = _coupled_ratio(here, there, first, second) - 1.0
     rests = (
         _coupled_ratio(here, there, len(here.probs) - 1, second),

@@ -177,11 +177,7 @@ def default_prompts() -> list[str]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file: one per line, as text or as JSON (a text, or an object with `prompt`).
-
-    Raises:
-        InvalidArgumentError: It has no prompt, or a line is too long or no prompt.
-    """
+    """Return the prompts of a file, one per line: text, or JSON of a text or of an object with `prompt`."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         if not line.strip():

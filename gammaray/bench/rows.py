@@ -21,11 +21,7 @@ BASES = {"over_plain": PLAIN}
 
 
 def gaps(arrivals: Sequence[Arrival]) -> list[float]:
-    """Return the gaps between the tokens of one completion, in seconds.
-
-    The wait for the first chunk is excluded: it is the time to the first token. Its arrival starts the gap of
-    the second chunk.
-    """
+    """Return the seconds between the tokens of one completion, without the wait for the first chunk."""
     found: list[float] = []
     for (before, _), (at, num_tokens) in pairwise(arrivals):
         found += [at - before, *[0.0] * (num_tokens - 1)]

@@ -34,10 +34,7 @@ async def run_bench(
     advance: Callable[[], None],
     show: Callable[[Point], None],
 ) -> dict[str, Any]:
-    """Run the benchmark on prompts, each after its category, and return the result, JSON-ready.
-
-    Each finished point is passed to `show`.
-    """
+    """Run the benchmark on prompts, each after its category; `show` each point, return the result."""
     categories, texts = [category for category, _ in tasks], [text for _, text in tasks]
     processes = await client.status()
     models = {process.role: process.model for process in processes if process.model}

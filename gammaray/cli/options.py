@@ -112,10 +112,7 @@ def _collected(
 
 
 def form_options(function: _Function) -> _Function:
-    """Add the options for the form of a text, which the command receives as one argument, `form`.
-
-    It has at most one of the keyword arguments of `gammaray.client.structured.OutputOptions`.
-    """
+    """Add the options for the form of a text, which the command receives as one argument, `form`."""
     file = click.Path(exists=True, dir_okay=False, path_type=Path)
     options = (
         click.option(

@@ -113,11 +113,7 @@ class _RetryBudget:
         self._has_started = True
 
     def pause_s(self, error: GammarayError) -> float:
-        """Return the delay before the next call, in seconds.
-
-        Raises:
-            GammarayError: `error`, if there is no next call.
-        """
+        """Return the seconds until the next call; raise `error` if there is none."""
         if self._has_started and self._failures == 0:
             pause_s = random.uniform(0.0, FIRST_PAUSE_S)
         else:

@@ -96,10 +96,7 @@ def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> 
 
 
 def log_with_serve() -> None:
-    """Let all loggers of a replica write to the replica's log, each record with its level.
-
-    Without a handler they write to stderr, without a level.
-    """
+    """Let all loggers write to the replica's log, with levels, instead of to stderr."""
     for handler in logging.getLogger("ray.serve").handlers:
         logging.getLogger().addHandler(handler)
 

@@ -145,11 +145,7 @@ class GrammarState:
         return self._num_tokens
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens of the completion. That they exceed the limits is for the next question to tell.
-
-        Raises:
-            InvalidArgumentError: One of them does not follow the grammar.
-        """
+        """Add tokens of the completion; InvalidArgumentError if one does not follow the grammar."""
         if not self.is_ended:
             tokens = token_ids[: self._end_of(token_ids)]
             matcher = self._current()

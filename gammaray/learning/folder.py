@@ -236,10 +236,7 @@ class DrafterFolder:
         self._change(lambda found: found.with_stable(number) if found.candidate == number else found)
 
     def roll_back(self, number: int, reason: str) -> int:
-        """End a version: a candidate, or the stable one, which the nearest version before it replaces.
-
-        Returns the number of the stable version.
-        """
+        """End the candidate, or the stable version for the one before; return the stable one's number."""
 
         def end(found: DrafterState) -> DrafterState:
             if found.version(number).status not in ("candidate", "stable"):
@@ -251,10 +248,7 @@ class DrafterFolder:
         return self._change(end).stable
 
     def pin(self, number: int) -> None:
-        """Make a version stable, and publish no other one until `unpin`; 0 is the drafter of the start.
-
-        Raises FailedPreconditionError if its weights were deleted.
-        """
+        """Make a version stable (0: that of the start), and publish no other until `unpin`."""
 
         def pin(found: DrafterState) -> DrafterState:
             if number and (one := found.version(number)).status in ("retired", "deleted"):
@@ -314,10 +308,7 @@ class LearningFolder:
         self.path = path
 
     def secure(self) -> None:
-        """Make the folder if it is missing, and leave what it holds to its owner alone.
-
-        Raises InvalidArgumentError if other things are in it, or it belongs to another user.
-        """
+        """Make the folder, for its owner alone; InvalidArgumentError if it has other things or owners."""
         allowed = "a folder of this user that is new, empty, or for its owner alone (0700)"
         try:
             names = {one.name for one in make_folder(self.path).iterdir()} - {"lost+found"}

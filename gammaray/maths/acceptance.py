@@ -127,11 +127,7 @@ class SpeculationCounters:
         return self.plain_s / self.decode_s if self.decode_s > 0 else None
 
     def summary(self, total_s: float) -> SpeculationSummary:
-        """Return the summary for the client.
-
-        Args:
-            total_s: Seconds from the start of the first cycle to the end of the last.
-        """
+        """Return the summary for the client; `total_s` is the time of all cycles."""
         return SpeculationSummary(
             cycles=self.cycles,
             tokens_per_cycle=self.tokens_per_cycle,
@@ -184,10 +180,7 @@ class AcceptanceEstimator:
         self._tested: list[float] = []
 
     def observe(self, tested: int, accepted: int) -> None:
-        """Count one cycle: `tested` tokens were tested and the first `accepted` of them were accepted.
-
-        A cycle without tested tokens is ignored.
-        """
+        """Count one cycle: `tested` tokens were tested and the first `accepted` of them were accepted."""
         if tested == 0:
             return
         self.fade(self._decay)

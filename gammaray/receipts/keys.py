@@ -66,11 +66,7 @@ class KeySet(BaseModel):
 
 
 def parse_keys(text: bytes, where: str, field: str = "key") -> KeySet:
-    """Return a JSON Web Key Set.
-
-    Raises:
-        InvalidArgumentError: It is none; names the field and the place, but never the content.
-    """
+    """Return a JSON Web Key Set; InvalidArgumentError names the wrong field and place, never the content."""
     try:
         return KeySet.model_validate_json(text)
     except ValidationError as error:
@@ -80,11 +76,7 @@ def parse_keys(text: bytes, where: str, field: str = "key") -> KeySet:
 
 
 def read_receipt_keys(path: Path) -> tuple[ReceiptKey, ...]:
-    """Return the keys of a file, former ones first; the last one signs.
-
-    Raises:
-        InvalidArgumentError: It cannot be read, or the last key has no private part.
-    """
+    """Return the keys of a file, former ones first; InvalidArgumentError if the last one cannot sign."""
     allowed = "a file made by `gammaray keys receipts`"
     keys = parse_keys(read_bounded(path, _FIELD, allowed), str(path), _FIELD).keys
     if not keys or keys[-1].d is None:

@@ -76,11 +76,7 @@ class SignedReceipt:
 
     @classmethod
     def parse(cls, text: str) -> SignedReceipt:
-        """Return the receipt of a text, whose signature is not checked.
-
-        Raises:
-            InvalidArgumentError: It is no receipt, has been cut, or is of another version.
-        """
+        """Return the receipt of a text, with its signature unchecked; InvalidArgumentError if it is none."""
         head, _, rest = text.partition(".")
         body, _, signature = rest.partition(".")
         try:

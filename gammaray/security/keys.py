@@ -77,11 +77,7 @@ def is_tenant(name: str) -> bool:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Return the keys of a file.
-
-    Raises:
-        InvalidArgumentError: It cannot be read, or is not a key file; names the place, but never the content.
-    """
+    """Return the keys of a file; InvalidArgumentError names the wrong place, never the content."""
     allowed = "a key file made by `gammaray keys create`"
     text = read_bounded(path, "api_keys_file", allowed)
     try:

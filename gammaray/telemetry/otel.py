@@ -35,11 +35,7 @@ MAX_QUEUED = 16_384
 
 
 def exports_traces() -> bool:
-    """Return whether the environment enables the OTLP export of traces.
-
-    Raises:
-        InvalidArgumentError: It names an exporter or protocol that is not supported.
-    """
+    """Return whether the environment asks for OTLP export; InvalidArgumentError if for another one."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     exporter = os.environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()

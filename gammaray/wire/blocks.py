@@ -178,11 +178,7 @@ def _extend(column: Any, values: Sequence[float]) -> None:
 
 
 def prompt_logprobs_from_proto(message: pb.PromptLogprobs, token_ids: tuple[int, ...]) -> PromptLogprobs:
-    """Return the log-probabilities of the prompt `token_ids`.
-
-    Raises:
-        InternalError: The columns do not match the tokens, or contain invalid numbers.
-    """
+    """Return the log-probabilities of a prompt; InternalError if the columns do not match it."""
     found = PromptLogprobs(
         token_ids,
         tuple(message.logprobs),

@@ -88,11 +88,7 @@ class Session:
         return time.monotonic() >= self.deadline
 
     def left_s(self, timeout_s: float) -> float:
-        """Return the timeout, shortened to the caller's deadline.
-
-        Raises:
-            DeadlineExceededError: The caller's deadline has passed.
-        """
+        """Return the timeout, shortened to the caller's deadline; DeadlineExceededError once that passed."""
         if self.deadline == math.inf:
             return timeout_s
         left_s = self.deadline - time.monotonic()
@@ -101,11 +97,7 @@ class Session:
         return min(timeout_s, left_s)
 
     def commit(self, token_ids: Sequence[int]) -> int:
-        """Append tokens up to the one that ends the completion, and set `finish_reason` there.
-
-        Returns:
-            Number of tokens appended, at least 1.
-        """
+        """Append tokens up to the one that ends the completion, then set `finish_reason`; return how many."""
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
             if self._ends_with(token_id):

@@ -85,12 +85,7 @@ class Call:
 
 
 def levels_of(proposal: Proposal, accepted_path: Sequence[int]) -> tuple[Level, ...]:
-    """Return the levels that verification visited, from the root down: its evidence about acceptance.
-
-    Args:
-        proposal: A chain or a tree; children are ranked by their order in it.
-        accepted_path: Indexes of the accepted nodes.
-    """
+    """Return the levels that verification visited, from the root down: its evidence about acceptance."""
     if proposal.parents is None:
         levels: list[Level] = [(1, 0)] * len(accepted_path)
         return tuple(levels) if len(levels) == len(proposal) else (*levels, (1, -1))
@@ -163,10 +158,7 @@ class Cycle:
 
     @property
     def first_children(self) -> tuple[int, int]:
-        """How many first children were tested and how many of them were accepted, up to the first failure.
-
-        The first children of a tree form the chain that it contains; of a chain they are all tokens.
-        """
+        """How many first children, which form a chain, were tested, and accepted up to the first failure."""
         accepted = 0
         for _, rank in self.levels:
             if rank != 0:

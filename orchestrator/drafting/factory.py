@@ -39,10 +39,7 @@ MAX_CORPUS_TOKENS = 2**20
 
 
 class Drafting:
-    """Creates the drafters of a replica's sessions, which share statistics of costs and acceptance.
-
-    Later sessions of a tenant look up continuations in its past outputs, the corpus.
-    """
+    """Creates the drafters of a replica's sessions, which share statistics and past outputs (the corpus)."""
 
     def __init__(
         self,

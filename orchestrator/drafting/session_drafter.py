@@ -147,10 +147,7 @@ def _proposal(match: Match | None, session: Session, shape: Shape) -> Proposal:
 
 
 class DrafterChoice:
-    """Asks a session's drafters what they could propose, and its controller which of it.
-
-    Implements the cycle's GammaController.
-    """
+    """A GammaController: asks a session's drafters what they could propose, and its controller which."""
 
     def __init__(
         self, session: Session, drafter: SessionDrafter, controller: AdaptiveGamma | FixedGamma

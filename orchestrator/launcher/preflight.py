@@ -88,10 +88,7 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def _reserve(port: int) -> bool:
-    """Reserve a port until this process ends; return whether no process had reserved it.
-
-    Names of abstract Unix sockets, like ports, are per network namespace, and end with their process.
-    """
+    """Reserve a port, by an abstract Unix socket, until this process ends; return whether it was free."""
     name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         name.bind(f"\0gammaray-port-{port}")
@@ -103,10 +100,7 @@ def _reserve(port: int) -> bool:
 
 
 def check_workers(settings: ClusterSettings) -> None:
-    """Refuse settings that workers and orchestrators would refuse after their start; load no model.
-
-    The environment has the rest of each role's settings.
-    """
+    """Refuse settings that workers and orchestrators would refuse after their start; load no model."""
     most = {"target": settings.target_workers.maximum, "draft": settings.draft_workers.maximum}
     for role, given in role_settings(settings).items():
         made = _settings_of(role, given)

@@ -86,10 +86,7 @@ async def check_request(
     max_context: int,
     adapters: Collection[str] = (),
 ) -> None:
-    """Check a request against the served model and its adapters, as far as is possible without tokenising.
-
-    A request of many token ids is checked in a thread.
-    """
+    """Check a request against the served model and adapters, without tokenising; a large one in a thread."""
     if request.model not in ("", model_name, *adapters):
         served = ", ".join(map(repr, [model_name, *adapters]))
         raise NotFoundError(f"no model {request.model[:MAX_SHOWN]!r}; served: {served}", "model")
@@ -367,10 +364,7 @@ class SessionManager:
 
 
 def _serialised(request: GenerationRequest) -> bytes:
-    """Serialise a request for the store: a hash of the prompt, then the fields that all choices share.
-
-    All choices of a request give the same bytes. The tokens of the prompt are stored separately.
-    """
+    """Serialise a request for the store, equal for all its choices; a hash stands for the prompt."""
     sampling = replace(request.sampling, seed=0, sample_index=0)
     stored = replace(request, prompt=(), sampling=sampling, session_id=ANY_NAME, resume_from=0)
     return _prompt_hash(request) + request_to_proto(stored).SerializeToString()

@@ -57,10 +57,7 @@ class ChunkBuilder:
         finish_reason: FinishReason | None = None,
         drafter: DrafterKind | None = None,
     ) -> Chunk:
-        """Return the chunk of the next tokens without counting them; the last chunk has usage and summary.
-
-        `drafter` proposed the accepted ones; None: unknown.
-        """
+        """Return the chunk of the next tokens without counting them; `drafter` proposed the accepted ones."""
         emitted = tuple(emitted_token(token, self._tokenizer, drafter) for token in tokens)
         session, offset = self._session, self._offset
         self._offset += len(emitted)

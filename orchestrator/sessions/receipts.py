@@ -52,21 +52,13 @@ class ReceiptIssuer:
         return published(self.keys, sorted({dtype_of(identity) for identity in self._identities()} - {""}))
 
     def check(self) -> None:
-        """Check that there is a key.
-
-        Raises:
-            InvalidArgumentError: There is none.
-        """
+        """Raise InvalidArgumentError if there is no key."""
         if not self.keys:
             allowed = "false: this server has no key for receipts (receipt_keys_file)"
             raise InvalidArgumentError("receipt", "true", allowed)
 
     async def issue(self, opened: OpenSession, last: Chunk) -> str:
-        """Return the signed receipt of a turn whose last chunk is `last`; it has the tokens of all owners.
-
-        Raises:
-            InvalidArgumentError: There is no key.
-        """
+        """Return the signed receipt of a turn, with the tokens of all owners; raises as `check` does."""
         self.check()
         num_ids = last.prompt_tokens + last.offset + len(last.tokens)
         if num_ids <= INLINE_NUMBERS:

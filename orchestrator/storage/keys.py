@@ -90,10 +90,7 @@ class StoreBounds:
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one cluster: all of its orchestrators and workers have the same prefix, no others do.
-
-    The prefix, the setting `redis_prefix`, has no colon, so that no key of a cluster is one of another.
-    """
+    """The keys of one cluster, whose `prefix` has no colon: no key of a cluster is one of another."""
 
     prefix: str = REDIS_PREFIX
 

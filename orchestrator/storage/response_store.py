@@ -94,10 +94,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores responses for a time after their last change.
-
-    Every method raises UnavailableError if Redis cannot be reached.
-    """
+    """Stores responses for a time after their last change; UnavailableError if Redis cannot be reached."""
 
     def __init__(
         self, redis: Redis, ttl_s: int, bounds: StoreBounds | None = None, keys: Keys = DEFAULT_KEYS

@@ -386,10 +386,7 @@ class RedisStore:
         return [_text(name) for name in await answer(self._redis.smembers(self._keys.running))]
 
     async def reap(self, session_id: str) -> int | None:
-        """End the lease of a session if it has expired.
-
-        Returns the epoch of the former owner, -1 if there is no such session, None if its owner is alive.
-        """
+        """End an expired lease; return its owner's epoch, -1 without a session, None if the owner lives."""
         epoch = int(await answer(self._reap.call(self._keys.of(session_id), self._common(session_id, ""))))
         return epoch or None
 

@@ -46,12 +46,7 @@ class _Entry:
 
 
 class CycleLog:
-    """The cycle log of one session with one owner.
-
-    Args:
-        store: Destination of the records; None for a session that is not stored.
-        trace: Trace of the spans; None when the session is not sampled.
-    """
+    """The cycle log of one session with one owner; a `store` keeps its records, a `trace` its spans."""
 
     def __init__(
         self,
@@ -103,11 +98,7 @@ class CycleLog:
             self._flush(index + 1)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Flush the remaining entries in the background.
-
-        Args:
-            error: Error that ended the generation, possibly in the middle of a cycle.
-        """
+        """Flush the remaining entries in the background; `error` ended the generation, maybe in a cycle."""
         self._flush(len(self._entries))
         trace = self._trace
         if trace is None:

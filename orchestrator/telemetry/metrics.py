@@ -60,11 +60,7 @@ class OrchestratorMeter:
         return RequestMeter(self, is_resume=request.resume_from is not None)
 
     def cycle(self, cycle: Cycle, plain_cycle_s: float | None) -> None:
-        """Count a cycle as the client sees it: without the tokens after the end of the completion.
-
-        Args:
-            plain_cycle_s: Current seconds of a cycle at gamma 0; None while unknown.
-        """
+        """Count a cycle without the tokens after the end of the completion, which no client sees."""
         emitted = len(cycle.token_ids)
         accepted = cycle.origins.count(TokenOrigin.ACCEPTED)
         self.cycles[cycle.drafter].value += 1

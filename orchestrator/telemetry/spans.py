@@ -106,12 +106,7 @@ class SessionTrace:
             self._add(t.SPAN_COMMIT, self._id(index, _COMMIT), self._root, end, stored, values)
 
     def add_reading(self, index: int, call: Call, clock_ns: int) -> None:
-        """Add the span of a draft worker that prefills a long prompt concurrently with the cycles.
-
-        Args:
-            index: Number of the cycle in which it began.
-            clock_ns: Nanoseconds since 1970 at which `time.perf_counter()` was 0.
-        """
+        """Add the span of a long prompt's prefill by a draft worker, begun in cycle number `index`."""
         began = clock_ns + round(call.began * 1e9)
         ended = clock_ns + round((call.ended or time.perf_counter()) * 1e9)
         record, span_id = worker_call(call), self._id(index, _PROPOSE)

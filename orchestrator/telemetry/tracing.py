@@ -29,11 +29,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class RequestSpan:
-    """The span of one generation.
-
-    Args:
-        trace: Trace of the session; None when it is not sampled, then nothing is recorded.
-    """
+    """The span of one generation; without a `trace`, as it is not sampled, nothing is recorded."""
 
     def __init__(self, trace: SessionTrace | None) -> None:
         self.trace = trace
@@ -95,11 +91,7 @@ class Tracing:
         *,
         is_stored: bool = True,
     ) -> CycleLog:
-        """Open the cycle log of a session.
-
-        Args:
-            is_stored: Whether the session is stored; else the log has spans only.
-        """
+        """Open the cycle log of a session; of one that is not stored it has spans only."""
         trace = span.trace
         if trace is not None:
             trace.bind(session)

@@ -95,10 +95,7 @@ class Tokenizer:
         return self._encode(self._backend, text, is_start)
 
     def encode_marked(self, prompt: ChatPrompt) -> tuple[int, ...]:
-        """Return the token ids of a rendered conversation in which text that is no control token is marked.
-
-        The first call takes some 100 ms for a large vocabulary.
-        """
+        """Return the token ids of a marked conversation; the first call takes some 100 ms."""
         if self._marked_encoder is None:
             allowed = "texts without them: this model's tokenizer cannot encode them as text"
             raise InvalidArgumentError("messages", "a text with the name of a control token", allowed)

@@ -26,10 +26,7 @@ _PIPE_WIDTH = 120
 
 
 def timeline(cycles: Sequence[CycleRecord], bar_width: int = 40) -> RenderableType:
-    """Return the timeline of a session, oldest cycle first, with a summary below.
-
-    The longest bar has `bar_width` characters; bars share one scale, which cuts off the slowest tenth.
-    """
+    """Return a session's timeline with a summary; bars share a scale, which cuts off the slowest tenth."""
     parts: list[RenderableType] = [_legend()]
     scale_s = sorted(cycle.total_s for cycle in cycles)[int(0.9 * (len(cycles) - 1))] * 1.1
     for group in _owners(cycles):

@@ -168,11 +168,7 @@ async def _drain(queue: _Queue, slots: asyncio.Semaphore, num_open: int) -> Piec
 
 
 async def while_connected(request: Request, answer: Awaitable[T]) -> T:
-    """Return an answer to a request whose body was read; cancel it if the client leaves.
-
-    Raises:
-        ClientDisconnect: The client has left.
-    """
+    """Return an answer to a request whose body was read; ClientDisconnect if the client leaves before."""
     answering = asyncio.ensure_future(answer)
     watching = asyncio.create_task(_left(request), name="answer's client")
     try:

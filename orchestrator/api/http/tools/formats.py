@@ -101,10 +101,7 @@ class CallFormat:
     def messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-        """Return the messages and tools, in OpenAI's form, to be rendered by the chat template.
-
-        Arguments of calls in the messages are objects, or texts if they are no JSON object.
-        """
+        """Return messages and tools for the chat template; arguments are objects, or texts that are none."""
         if not self.is_native:
             return _with_tools(as_texts(messages), tools), ()
         if self.family is CallFamily.MISTRAL:
