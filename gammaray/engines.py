@@ -46,8 +46,7 @@ class EngineFacts:
     def refuse(self, asked: Mapping[str, Any]) -> InvalidArgumentError | None:
         """Return the error of the first setting that the engine does not serve; None if it serves all.
 
-        Args:
-            asked: Settings by name, of a worker or a cluster, and `has_keys`: whether clients have API keys.
+        Settings are of a worker or a cluster, with `has_keys`: whether clients have API keys.
         """
         rules = [(self.serves, f"the engine {self.name}")]
         if asked.get("deterministic"):

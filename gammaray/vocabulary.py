@@ -53,10 +53,7 @@ def is_byte_token(token: str) -> bool:
 
 
 class Vocabulary:
-    """The tokens of a tokenizer.
-
-    Args:
-        tokenizer: A tokenizer of `transformers` that is backed by `tokenizers`.
+    """The tokens of a tokenizer of `transformers` that is backed by `tokenizers`.
 
     Attributes:
         spellings: Bytes of each token, by id; empty for special tokens and for ids without a token.

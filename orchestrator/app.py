@@ -88,9 +88,7 @@ def build(
 ) -> Application:
     """Return the application; see `make_authenticator` for its last two arguments.
 
-    Args:
-        num_replicas: Number of orchestrators, or its bounds; each has its own streams to the workers.
-        scaling: Fields of `ScalingSettings`; used when the bounds differ.
+    `scaling` has fields of `ScalingSettings`, which are used when the bounds of `num_replicas` differ.
     """
     size = PoolSize.parse(num_replicas)
     count: dict[str, Any] = {"num_replicas": size.minimum}

@@ -73,13 +73,11 @@ class Orchestrator:
     """Serves generation requests with the registered workers.
 
     Attributes:
-        model_name: Name under which the target model is served.
         max_context: Longest prompt plus completion, in tokens.
         store: The sessions in Redis.
         unstored: Takes the place of `store` for completions that are not stored.
         responses: The responses of the Responses API in Redis.
         admission: Running and waiting requests.
-        fleet: The draft and target workers.
         leases: Renewal and reaping of session leases.
         sessions: Calls of clients about their sessions.
         corpus: Past outputs, which are proposed to later sessions of the same tenant.

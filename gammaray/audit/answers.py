@@ -19,12 +19,7 @@ _COLUMNS = ("token_logprobs", "top_logprobs")
 
 
 class AnswerError(InternalError):
-    """A field of a server's answer is malformed.
-
-    Attributes:
-        field: Path of the field, such as `choices[0].text`.
-        curl: Command that asks for the answer; empty if unknown.
-    """
+    """A field of a server's answer, such as `choices[0].text`, is malformed; `curl` asks for it, if known."""
 
     def __init__(self, field: str, got: object, allowed: str, curl: str = "") -> None:
         self.field, self.curl = field, curl
@@ -111,12 +106,7 @@ def parse_answer(body: Any) -> Answer:
 
 
 def parse_choice(path: str, choice: Mapping[str, Any], message: str) -> Choice:
-    """Return a choice of a whole response, or of an event of a stream.
-
-    Args:
-        path: Where it stands, for errors.
-        message: Key of a chat's text: "message", in streams "delta".
-    """
+    """Return a choice at `path`, whose message is in "message", or in an event of a stream in "delta"."""
     held = choice
     if message in choice:
         path, held = f"{path}.{message}", _an(f"{path}.{message}", choice[message], dict)

@@ -45,10 +45,7 @@ class _Law:
         self._drawn = self._missing = 0
 
     def observe(self, choice: Choice, drafted: Sequence[str | None]) -> None:
-        """Count the tokens of a completion.
-
-        Args:
-            drafted: What the reference drafter proposes in place of each token; None where it is not known.
+        """Count the tokens of a completion, and what the reference drafter proposes in place of each.
 
         Raises:
             InvalidArgumentError: The alternatives of a token are no distribution.

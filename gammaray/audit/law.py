@@ -204,7 +204,7 @@ LOG_STAKES = tuple(
 
 
 class Bets:
-    """The bets of all alternatives on one position; the reference drafter, if known, proposes cell `drafted`."""
+    """The bets of all alternatives on one position; the reference drafter, if known, proposes `drafted`."""
 
     def __init__(self, position: Position, drafted: int | None = None) -> None:
         self._position, p = position, position.probs
@@ -298,8 +298,7 @@ class Wealth:
     Attributes:
         num_tokens: Tokens, or pairs of tokens, observed, without hidden ones.
         num_unreadable: Those of them that were left out, as too few tokens are listed beside them.
-        log_e_value: Logarithm of the evidence against the server now.
-        largest_log_e_value: The largest so far.
+        log_e_value: Logarithm of the evidence against the server now; `largest_log_e_value`: so far.
         num_tokens_until_rejected: `num_tokens` when the evidence first reached 1 / alpha, or None.
     """
 
@@ -356,11 +355,8 @@ class LawTest(Wealth):
     ) -> Position | None:
         """Count a token, and return the cells of its position; None if it is hidden or they are not known.
 
-        Args:
-            token: What was generated, named as in `cells`, the `top_logprobs` of its position.
-            logprob: Its own log-probability, if the server reports it.
-            drafted: What a reference drafter proposes there, to bet on a share of its tokens. It must follow
-                from the tokens before alone.
+        `cells` are the `top_logprobs` of its position. `drafted` is what a reference drafter proposes there,
+        to bet on a share of its tokens; it must follow from the tokens before alone.
 
         Raises:
             InvalidArgumentError: `cells` are no log-probabilities of a distribution.

@@ -142,11 +142,7 @@ async def _small_bias(subject: Subject) -> CheckResult | list[float]:
 
 
 async def _near_tokens(subject: Subject) -> list[tuple[float, int, str, str]]:
-    """Return tokens whose ids are known and that are nearly the most likely ones.
-
-    Returns:
-        By how much less likely each is, its id, its key, and the prompt; the smallest first.
-    """
+    """Return nearly most likely tokens: by how much less likely each is, its id, its key, and the prompt."""
     server, asked = subject.server, {"temperature": 0, "max_tokens": 1}
     biased = (server.ask(subject.prompts[0], **asked, logit_bias={str(i): 100}) for i in _KNOWN_IDS)
     plain = (server.ask(prompt, **asked) for prompt in subject.prompts)

@@ -135,8 +135,7 @@ class Subject:
 async def probe(server: Endpoint) -> tuple[str, Answer]:
     """Set path, neutral fields and log-probabilities of a server by trying them.
 
-    Returns:
-        Why it has no log-probabilities, or an empty text; and its answer to the plainest request.
+    Returns why it has no log-probabilities, or an empty text; and its answer to the plainest request.
     """
     try:
         answer = await server.ask("1, 2, 3,", **_PLAIN)

@@ -60,12 +60,9 @@ class System(Protocol):
 
 
 class Stack:
-    """gammaray: client, gRPC proxy, orchestrator, Redis, workers; one gamma policy.
+    """gammaray: client, gRPC proxy, orchestrator, Redis, workers; one gamma policy, as for `parse_gamma`.
 
-    Args:
-        gamma: In the format of `parse_gamma`.
-        options: Further options of each request; they replace those above.
-        name: Name in results; empty: that of the gamma policy.
+    Further `options` of each request replace those above; the `name` in results is that of the policy.
     """
 
     def __init__(

@@ -48,9 +48,7 @@ class Connection:
 def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Function], _Function]:
     """Add the connection options, which the command receives as one argument, `connection`.
 
-    Args:
-        timeout_s: Default of `--timeout`.
-        http: The command uses the HTTP API: `--url` instead of `--address`.
+    With `http` the command uses the HTTP API: `--url` instead of `--address`.
     """
     options = (
         _option(

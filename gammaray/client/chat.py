@@ -57,15 +57,12 @@ class Chat:
     """A conversation.
 
     Args:
-        url: Base URL of the HTTP API, with or without /v1; host:port is http:// or, with TLS options, https://.
+        url: Base URL of the HTTP API, with or without /v1; host:port is http:// or, with TLS, https://.
         api_key: API key, for clusters that require one.
         system: The system message; "" for none.
         timeout_s: Longest time without data from the server, in seconds.
         options: Further fields of the request, including `gammaray`.
-        tls: As in `AsyncClient`, like the following.
-        ca_file: PEM file of the trusted authorities.
-        cert_file: PEM file of the client certificate.
-        key_file: PEM file of its private key.
+        tls, ca_file, cert_file, key_file: As in `AsyncClient`.
 
     Attributes:
         messages: The conversation so far, in the format of the API.

@@ -79,15 +79,12 @@ class Transport:
     """A channel to one endpoint, opened at the first call, in the event loop of that call.
 
     Args:
-        address: host:port of the gRPC API.
         api_key: Sent as bearer token; None sends none.
         timeout_s: Default deadline of calls, in seconds.
-        retry: How often a call is retried.
         credentials: gRPC channel credentials; None: made from `tls`.
         tls: TLS options; None is plain text.
 
     Attributes:
-        is_closed: Whether it was closed.
         has_answered: Whether the cluster has ever answered a call.
 
     Raises:

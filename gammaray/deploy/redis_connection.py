@@ -182,10 +182,9 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
 
     Args:
         timeout_s: Upper bound of one attempt to connect, of the wait for one reply, and of the wait for one
-            of the connections, in seconds.
+            of at most `max_connections`, in seconds.
         num_retries: Retries of a command while Redis cannot be reached or refuses it temporarily; the delay
             grows from 0.05 s to 0.5 s.
-        max_connections: Upper bound of connections; calls wait for a free one.
     """
     options: dict[str, Any] = {
         "max_connections": max_connections,

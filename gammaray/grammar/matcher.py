@@ -42,14 +42,11 @@ def grammar_identity() -> str:
 
 
 class GrammarCompiler:
-    """Checks and compiles grammars for one tokenizer. Thread-safe.
+    """Checks and compiles grammars for one tokenizer, in the format of `tokenizers`. Thread-safe.
 
     Each completion has a compiled grammar of its own: copies of one share a lexer, whose limits they spend
-    together, and whose error is everybody's (`LLMatcher.deep_copy` of llguidance).
-
-    Args:
-        tokenizer_json: The tokenizer in the format of `tokenizers`, as `to_str` of its backend gives it.
-        eos_token_ids: Its end-of-sequence tokens; without any, those that llguidance finds.
+    together, and whose error is everybody's (`LLMatcher.deep_copy` of llguidance). Without end-of-sequence
+    tokens, those count that llguidance finds.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
@@ -81,8 +78,7 @@ class GrammarCompiler:
         memory are those of `check_pool`: it repeats a part of the same work.
 
         Args:
-            end_token_ids: Tokens that end this completion, where the grammar is complete; None for the
-                end-of-sequence tokens.
+            end_token_ids: Tokens that end this completion; None for the end-of-sequence tokens.
 
         Raises:
             InvalidArgumentError: The grammar is wrong, unsupported or too complex.

@@ -203,14 +203,10 @@ class DrafterFolder:
         return self.path / "versions" / f"{number:06d}"
 
     def publish(self, written: Path, make: Callable[[int], Version]) -> Version | None:
-        """Add a version, which `make` returns for its number, as the candidate.
+        """Add a version, which `make` returns for its number, as the candidate, and return it.
 
-        Args:
-            written: Its directory, which is moved here, or deleted.
-
-        Returns:
-            The version; None if there is a candidate, the stable version is pinned, or a consent on which the
-            version rests was withdrawn.
+        The directory `written` is moved here; or deleted, and None returned, if there is a candidate, the
+        stable version is pinned, or a consent on which the version rests was withdrawn.
         """
         published: list[Version] = []
 
@@ -264,9 +260,9 @@ class DrafterFolder:
         self._change(lambda found: found.model_copy(update={"is_pinned": False}))
 
     def clean(self, consents: Consents, *, unpublished: bool = False) -> list[int]:
-        """Retire versions whose consents were withdrawn, and delete all weights that no version needs.
+        """Retire versions whose consents were withdrawn, and return their numbers.
 
-        With `unpublished` also those that are being written. Returns the numbers of the retired versions.
+        All weights that no version needs are deleted, with `unpublished` also those that are being written.
         """
         retired: list[int] = []
 

@@ -59,12 +59,9 @@ class SpeculationCounters:
         """Count one cycle.
 
         Args:
-            gamma: Tokens proposed, 0 for plain decoding.
             tested: Proposed tokens that were tested: the accepted ones, plus one if a token was rejected.
-            accepted: Proposed tokens that were accepted.
             emitted: Tokens emitted; fewer than accepted + 1 if the completion was truncated.
             plain_cycle_s: Current seconds of a cycle at gamma 0, or None if unknown.
-            draft_worker: Address of the draft worker, "" for none.
         """
         if self.cycles > 0 and plain_cycle_s is not None:
             self.decode_s += cycle_s

@@ -34,9 +34,7 @@ class Judgement:
 def judge(result: Mapping[str, Any], min_speedup: float, *, is_exact: bool) -> Judgement:
     """Return the judgement on a result of `run_bench`, which pays from a speedup of `min_speedup` on.
 
-    Args:
-        is_exact: Whether the target computes a row with the same bits in every batch, so that any other token
-            is a loss; else it may be rounding.
+    If rows have the same bits in every batch, `is_exact`, any other token is a loss; else it may be rounding.
     """
     paying, other, losses, warnings = list[str](), list[str](), list[str](), list[str]()
     speedups = [0.0]

@@ -85,10 +85,7 @@ def read_receipt_keys(path: Path) -> tuple[ReceiptKey, ...]:
 
 
 def rotate(path: Path) -> tuple[ReceiptKey, ...]:
-    """Add a key to a file, which is created if missing; former keys lose their private part.
-
-    Returns:
-        The public parts of all keys, the new one last.
+    """Add a key to a file, made if missing; former keys lose their private part. Return the public parts.
 
     Raises:
         InvalidArgumentError: The file cannot be used.

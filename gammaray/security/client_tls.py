@@ -69,8 +69,7 @@ def client_tls(
 ) -> ClientTls | None:
     """Return the TLS options of a connection; None for plain text.
 
-    Args:
-        tls: Whether to use TLS; None: only if a file, or the address by https:// or grpcs://, implies it.
+    Without a `tls` they are implied by a file, or by an address with https:// or grpcs://.
 
     Raises:
         InvalidArgumentError: Files are given with `tls` disabled, a key without a certificate, or a file that

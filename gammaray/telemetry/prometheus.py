@@ -70,7 +70,6 @@ class MetricsExport:
     """Exports a process's meter until it is stopped; must be created in the process's event loop.
 
     Args:
-        role: orchestrator, draft or target.
         listen: host:port of the endpoint, see `MetricsServer`; empty: none.
         kernel: What computes a worker's model, see `ProcessStatus.kernel`; empty for an orchestrator.
 

@@ -53,8 +53,7 @@ def proposal_from_proto(message: pb.Proposal, vocab_size: int) -> Proposal:
     """Return the proposal of a wire message, which is validated as untrusted data.
 
     Raises:
-        InvalidArgumentError: Token ids outside the vocabulary, parents that do not precede their node, or
-            distributions that do not match their tokens.
+        InvalidArgumentError: Token ids, parents or distributions that are out of range, or do not match.
     """
     token_ids = tuple(message.token_ids)
     if any(token_id >= vocab_size for token_id in token_ids):
@@ -109,11 +108,7 @@ def fill_verdict(message: target_pb.Verdict, verdict: Verdict) -> None:
 def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_logprobs: bool) -> Verdict:
     """Return the verdict and timing of a worker's answer, without log-probabilities of the prompt.
 
-    Log-probabilities of the emitted tokens are ignored unless they were requested.
-
-    Raises:
-        InternalError: A token is outside the vocabulary, the origin is unknown, or log-probabilities are
-            invalid.
+    Those of the emitted tokens are ignored unless they were requested. Raises InternalError for invalid data.
     """
     message, timing = result.verdict, result.timing
     if message.next_token_id >= vocab_size:

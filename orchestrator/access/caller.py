@@ -78,9 +78,8 @@ class Authenticator:
     """Authenticates callers.
 
     Args:
-        path: The key file; None accepts all callers, as one unnamed tenant. The file is read again when it
-            changes; if that fails, the previous keys stay valid.
-        extra: Hashes of further keys by tenant, in addition to the file's.
+        path: The key file, read again when it changes; None accepts all callers, as one unnamed tenant.
+        extra: Hashes of further keys by tenant.
         local_only: Reject gRPC calls from other machines.
     """
 
@@ -101,11 +100,7 @@ class Authenticator:
         return self._keys is None
 
     def identify(self, headers: Mapping[str, str], peer: str = "") -> Caller:
-        """Return the caller of a request.
-
-        Args:
-            headers: Headers or metadata by name, in lower case.
-            peer: Peer address as gRPC reports it; empty if the port's binding already restricts callers.
+        """Return the caller of a request by its headers, named in lower case, and gRPC's `peer` address.
 
         Raises:
             UnauthenticatedError: The required key is missing or wrong, or the call is from another machine.
@@ -149,11 +144,9 @@ def _read_by_id(path: Path) -> dict[str, ApiKey]:
 def make_authenticator(
     settings: OrchestratorSettings, probe_key_sha256: str = "", local_only: bool = False
 ) -> Authenticator:
-    """Return the authenticator for an orchestrator's settings.
+    """Return the authenticator of an orchestrator; the launcher's own key has the hash `probe_key_sha256`.
 
-    Args:
-        probe_key_sha256: SHA-256 of an additional key, with which the launcher monitors the cluster.
-        local_only: Reject gRPC calls from other machines, also if the port is bound to all interfaces.
+    `local_only` rejects gRPC calls from other machines, also if the port is bound to all interfaces.
     """
     if settings.key_file is None:
         return Authenticator(local_only=local_only)

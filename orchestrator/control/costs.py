@@ -105,9 +105,6 @@ class CostModel:
     reads the prompt, and cycles whose drafter failed. A later first proposal after plain cycles measures the
     catch-up of the drafter; unless it took far longer than expected, the coefficients do not learn from it.
 
-    Args:
-        rng: Source of the posterior samples.
-
     Attributes:
         acceptance: Acceptance of the draft model's proposals over all sessions.
         of_matches: Acceptance of matches over all sessions, see `orchestrator.control.match_acceptance`.
@@ -117,8 +114,7 @@ class CostModel:
         num_renewed: How often `draws` were drawn.
         num_waiting: Mean number of other sessions that wait for the same target worker.
         others_rows: Mean number of rows that those sessions propose.
-        mean: Posterior mean of the coefficients.
-        covariance: Posterior covariance of the coefficients.
+        mean, covariance: Of the posterior of the coefficients.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -169,9 +165,8 @@ class CostModel:
     def observe(self, cycle: Cycle, *, was_plain: bool, is_entry: bool = False) -> None:
         """Learn from a cycle of any session.
 
-        Args:
-            was_plain: Whether the session's previous cycle had no proposal of the draft model.
-            is_entry: Whether it has the session's first proposal of the draft model.
+        It `was_plain` if the session's previous cycle had no proposal of the draft model; `is_entry` if this
+        one has the session's first such proposal.
         """
         tested, accepted = cycle.first_children
         share = _share(cycle)

@@ -28,11 +28,7 @@ async def run_cycles(
 
     Storing and delivering a cycle takes about as long as a proposal, on other processors than the workers'.
     So the next cycle starts before that is done; at most one cycle runs ahead of the consumer. Closing the
-    iterator cancels it.
-
-    Args:
-        session: The session, at its last committed token.
-        on_cycle: Called with each cycle when it has run, before it is stored.
+    iterator cancels it. `on_cycle` is called with each cycle when it has run, before it is stored.
 
     Raises:
         GammarayError: A cycle or its write failed; the cycles before it were yielded.

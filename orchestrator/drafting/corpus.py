@@ -86,7 +86,6 @@ class Corpus:
         max_tokens: Upper bound of tokens in all. Memory is taken in blocks of `BLOCK` tokens of 24 bytes.
         tenant_share: Share of these that one tenant may have, where keys name tenants.
         ttl_s: Seconds until the outputs of a session are dropped, from its last turn on.
-        now: Clock, in seconds.
     """
 
     kind = DrafterKind.SUFFIX

@@ -65,9 +65,7 @@ class Drafting:
     ) -> tuple[SessionDrafter, DrafterChoice]:
         """Return the drafters of a session, and what chooses among them.
 
-        Args:
-            grammar: The session's grammar before the first token of the completion; None without one, and
-                where drafting by it would take too long.
+        `grammar` is the state before the completion; None without one, and where drafting by it is too slow.
         """
         settings, policy = self._settings, request.gamma
         session.takes_trees = self._takes_trees

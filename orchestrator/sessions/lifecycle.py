@@ -55,12 +55,7 @@ CheckModel = Callable[[str, str, float], Awaitable[None]]
 
 
 class ContextLengthError(InvalidArgumentError):
-    """A prompt leaves no room for a token in the model's context.
-
-    Attributes:
-        size: Number of tokens of the prompt, in words.
-        max_context: The model's context, in tokens.
-    """
+    """A prompt of the `size`, in words, leaves no room for a token in a context of `max_context`."""
 
     def __init__(self, field: str, num_tokens: int, max_context: int, *, is_least: bool = False) -> None:
         self._num_tokens, self._is_least, self.max_context = num_tokens, is_least, max_context
@@ -132,8 +127,7 @@ async def open_session(
     turns; `seed` is their seed, used if the request has none.
 
     Raises:
-        InvalidArgumentError: The prompt has no token, leaves no room in the context, or is too long for the
-            requested log-probabilities.
+        InvalidArgumentError: The prompt has no token, or is too long, also for its log-probabilities.
     """
     if isinstance(request.prompt, str):  # tokenising takes some hundred bytes of memory per byte
         check_prompt_length(len(before) + tokenizer.min_tokens(request.prompt), max_context, is_least=True)
@@ -184,9 +178,7 @@ class OpenSession:
     handover: SessionHandover = field(default_factory=SessionHandover)  # of the previous owner
 
     async def replay(self, progress: ChunkBuilder) -> AsyncGenerator[Chunk, None]:
-        """Advance the session to the last committed token; yield the tokens that the client lacks.
-
-        Yields to the event loop after each piece of `REPLAY_TOKENS`.
+        """Advance the session to the last committed token; yield the tokens that the client lacks in pieces.
 
         The detokeniser processes all tokens again, so the text continues where the client's ends: bytes of an
         incomplete character, and text that may become a stop string, are held back as before.
@@ -223,10 +215,8 @@ class OpenSession:
 class SessionManager:
     """Begins, resumes and continues sessions.
 
-    Args:
-        check_model: Raises ModelChangedError if only target workers of other models than a session's are
-            connected; takes its name, its model identity, and the longest wait for a worker (s).
-        model_name: Name of the model without an adapter.
+    `check_model` takes a session's name, its model identity and the longest wait for a worker (s); it raises
+    ModelChangedError if only target workers of other models are connected.
     """
 
     def __init__(

@@ -19,12 +19,7 @@ from orchestrator.text.tokenizer import Tokenizer
 
 
 class ReceiptIssuer:
-    """Signs receipts with the newest key of a file.
-
-    Args:
-        keys_file: The file; empty: no receipts are issued.
-        model_name: Name under which the target is served.
-        identities: Returns the model identities of the targets.
+    """Signs receipts with the newest key of a file; of an empty one, none. `identities` are the targets'.
 
     Raises:
         InvalidArgumentError: The file cannot be read, or has no private key.

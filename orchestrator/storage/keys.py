@@ -24,10 +24,8 @@ READ_PERIOD_S = 30.0
 class StoreBounds:
     """Upper bounds of the bytes that are charged for sessions, see `orchestrator.storage.session_scripts`.
 
-    Args:
-        total: Bytes of all sessions; 0 takes half of Redis's `maxmemory`, or 1 GiB if Redis has none or
-            it cannot be read.
-        tenant_share: Share of the total that one tenant may use, if API keys name tenants.
+    A `total` of 0 is half of Redis's `maxmemory`, or 1 GiB if that is unknown; one tenant may use
+    `tenant_share` of it, if API keys name tenants.
     """
 
     def __init__(self, redis: Redis, total: int = 0, tenant_share: float = TENANT_SHARE) -> None:
@@ -42,15 +40,11 @@ class StoreBounds:
     async def admitted(self, call: Callable[[], Awaitable[Any]], name: str, ttl_ms: int, field: str) -> int:
         """Run a script that may be refused for exceeding a bound; return its result if it is admitted.
 
-        Args:
-            name: The qualified name of what it stores.
-            ttl_ms: Upper bound of the retry delay.
-            field: Field of the request that is too large if waiting cannot help.
+        `name` is qualified, and `field` of the request too large if waiting cannot help.
 
         Raises:
-            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
+            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay up to `ttl_ms`.
             InvalidArgumentError: The request alone may exceed that bound.
-            UnavailableError: Redis cannot be reached.
         """
         while True:
             code, *refusal = await answer(call())

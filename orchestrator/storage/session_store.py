@@ -167,12 +167,8 @@ def _unpack_request(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
 class RedisStore:
     """Implements the cycle's SessionStore; a commit is one round trip, shared by concurrent commits.
 
-    Every method raises UnavailableError if Redis cannot be reached.
-
-    Args:
-        ttl_s: Seconds that a session is kept after its last change. A running turn renews its ttl at most
-            once a second, or ten times per `ttl_s` if that is more often.
-        lease_s: Seconds until a lease expires without renewal.
+    Every method raises UnavailableError if Redis cannot be reached. A session is kept `ttl_s` after its last
+    change; a running turn renews that at most once a second, or ten times per `ttl_s` if that is more often.
     """
 
     def __init__(
@@ -292,15 +288,11 @@ class RedisStore:
     async def take_over(self, session_id: str, digest: str = "") -> int:
         """Become the owner: return the new epoch; commits of the previous owner are refused from now on.
 
-        A finished session needs no owner; it keeps its epoch.
-
-        Args:
-            digest: Digest of its request when it was last read, which saves a look-up; "" if unknown.
+        A finished session needs no owner; it keeps its epoch. Its request's `digest` saves a look-up.
 
         Raises:
             NotFoundError: No such session.
-            ResourceExhaustedError: What its turn may still emit exceeds a bound of stored bytes; has a
-                retry delay.
+            ResourceExhaustedError: What its turn may still emit exceeds a bound; has a retry delay.
         """
         bounds = await self._bounds.of(session_id)
 
@@ -319,10 +311,7 @@ class RedisStore:
         )
 
     async def read(self, session_id: str, before: StoredSession | None = None) -> StoredSession:
-        """Return a session.
-
-        Args:
-            before: An earlier state of it; its request is not read again if it is still the same.
+        """Return a session; the request of an earlier state, `before`, is not read again.
 
         Raises:
             NotFoundError: No such session.

@@ -37,17 +37,10 @@ _Values = Mapping[str, str | bool | int | float]
 
 
 class SessionTrace:
-    """Makes the spans of a session.
+    """Makes the spans of a session, whose generation began at `started_ns` since 1970.
 
     The span ids of its cycles are consecutive numbers from a random start, so that a block can name its
-    parent before the parent span exists.
-
-    Args:
-        started_ns: When the generation began, in nanoseconds since 1970.
-
-    Attributes:
-        num_cycles: Number of cycles; set at the end.
-        readings: Cycles whose propose span covers the prefill of a long prompt.
+    parent before the parent span exists. In the cycles `readings` a draft worker prefilled a long prompt.
     """
 
     def __init__(self, span: Span, tracer: Tracer, ids: SpanIds, started_ns: int) -> None:
@@ -71,13 +64,7 @@ class SessionTrace:
         return self._traceparent(self._id(index, _PROPOSE if role == "draft" else _VERIFY))
 
     def add_cycle(self, index: int, record: pb.CycleRecord, *, stored_ns: int = 0, error: str = "") -> None:
-        """Add the spans of one cycle.
-
-        Args:
-            index: Number of the cycle, from 0.
-            stored_ns: When its tokens were stored, in nanoseconds since 1970; 0 when they were not.
-            error: Class of the error that ended it, or empty.
-        """
+        """Add the spans of cycle number `index`; `stored_ns` is 0 if its tokens were not stored."""
         start = record.start_us * 1000
         end = start + record.total_us * 1000
         if index == 0:

@@ -41,13 +41,7 @@ class ChatPrompt:
 
 
 class Controls:
-    """The control tokens of a model: its special tokens, and the added ones that its template writes.
-
-    Args:
-        template: Source of the chat template.
-        added_tokens: Tokens that the tokenizer has in addition to those of its algorithm, by text; the value
-            says whether it is a special token, which decoded text omits.
-    """
+    """The control tokens of a model: its special tokens, and the added ones that its template writes."""
 
     def __init__(self, template: str, added_tokens: Mapping[str, bool]) -> None:
         special = [text for text, is_special in added_tokens.items() if is_special]

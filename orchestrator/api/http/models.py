@@ -417,14 +417,10 @@ _Request = TypeVar("_Request", bound=RequestBody)
 
 
 def parse_body(model: type[_Request], body: bytes) -> _Request:
-    """Return the request in a body.
-
-    Time and memory are bounded whatever the body contains. A large body may still take a few tenths of a
-    second: call this in a thread.
+    """Return the request in a body, in bounded time and memory; a large one takes tenths of a second.
 
     Raises:
-        InvalidArgumentError: A field is invalid; the error names the first one, or `body` if it is not a JSON
-            object in UTF-8.
+        InvalidArgumentError: Names the first invalid field, or `body` if it is not a JSON object in UTF-8.
     """
     payload = decode(body)
     if not isinstance(payload, dict):

@@ -111,9 +111,6 @@ def completion_choices(
 
     Only the first sample of a prompt scores the prompt. A whole response repeats the log-probabilities in the
     prompt's other choices; a stream sends them once.
-
-    Raises:
-        InvalidArgumentError: A field is invalid; the error names the first one.
     """
     is_prompt_only = body.echo and body.asked_max_tokens == 0
     echo_logprobs = body.logprobs if body.echo else None

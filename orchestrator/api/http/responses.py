@@ -363,9 +363,7 @@ class Response(ABC):
         """Add a piece of choice `index` to a response that is sent whole.
 
         Raises:
-            InvalidArgumentError: The prompts received so far have too many log-probabilities for one
-                response, or the response takes too much memory. The token count of a text prompt, and the
-                length of the tokens, are known only now.
+            InvalidArgumentError: The response takes too much memory: token counts are known only now.
         """
         chunk = self._add(index, chunk)
         self._num_bytes += self.states[index].keep(chunk)
@@ -383,13 +381,10 @@ class Response(ABC):
         return state.add(chunk)
 
     def pieces(self, index: int, chunk: Chunk, options: StreamOptions) -> list[dict[str, Any]]:
-        """Add a piece of choice `index`; return its events, none if there is nothing to send yet.
-
-        Those of the first piece begin with the choice's opening.
+        """Add a piece of choice `index`; return its events, the choice's opening first; maybe none.
 
         Raises:
-            InvalidArgumentError: The prompts received so far have too many log-probabilities for one
-                response.
+            InvalidArgumentError: The prompts so far have too many log-probabilities for one response.
         """
         state = self.states[index]
         events = self._piece_events(state, self._add(index, chunk), options)

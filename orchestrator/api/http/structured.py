@@ -56,8 +56,7 @@ def format_rule(kind: str, schema: Any, field: str, given: Mapping[str, bool]) -
     """Return the right side of the rule for texts of a format; empty for any text.
 
     Args:
-        kind: text, json_object or json_schema.
-        schema: That of json_schema; `field` names it for errors.
+        schema: That of the kind json_schema; `field` names it for errors.
         given: Whether the fields that json_schema requires, and the others do not have, are given.
     """
     for name, is_given in given.items():

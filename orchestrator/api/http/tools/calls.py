@@ -77,13 +77,10 @@ class CallPlan:
     def grammar(self, prompt: str, answer: str = "") -> str:
         """Return the grammar of the completion, empty if it is free.
 
-        Args:
-            answer: Right side of a rule for messages without calls, which the grammar allows unless calls are
-                forced; empty if they are free.
+        Unless calls are forced, it allows messages by the rule `answer`, any if that is empty.
 
         Raises:
-            InvalidArgumentError: The schema of a tool is no schema, or is nested too deeply; or a grammar
-                cannot express that there are calls or an answer.
+            InvalidArgumentError: The schema of a tool is none or too deep, or no grammar can express this.
         """
         if not self.is_forced and not answer:
             return ""
@@ -144,7 +141,7 @@ def plan_calls(
     """Return the plan of a request's tools; None if no tool can be called.
 
     Args:
-        choice: Whether the model calls them; None: "auto" if there are tools.
+        choice: None: "auto" if there are tools.
         is_parallel: Whether a message may have several calls. One of a named tool has one, as OpenAI's has.
     """
     choice = choice or ToolChoice("auto")
@@ -159,10 +156,8 @@ def render_messages(
 ) -> ChatPrompt:
     """Return the prompt of a conversation, whose completion may have calls.
 
-    Arguments of earlier calls are objects, or texts that are no JSON object.
-
-    Raises:
-        InvalidArgumentError: The chat template refuses the messages or the tools.
+    Arguments of earlier calls are objects, or texts that are no JSON object. InvalidArgumentError if the chat
+    template refuses the messages or the tools.
     """
     tools = [] if calls is None else [tool.to_template() for tool in calls.tools]
     form = CallFormat.of(tokenizer.chat_format) if calls is None else calls.form

@@ -38,9 +38,7 @@ class TemplateParser:
     Args:
         template: The response template, see `ChatFormat`.
         tools: The tools in OpenAI's form: texts of arguments become values of the types in their schemas.
-        new_id: Returns the id of the call with this index.
         prompt: The rendered prompt, which may begin the message.
-        max_calls: Further calls are dropped; None: no bound.
     """
 
     def __init__(
