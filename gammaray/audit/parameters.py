@@ -202,8 +202,7 @@ async def _repeated(subject: Subject, prompts: Sequence[str]) -> CheckResult | N
     for prompt in prompts[: subject.few(4)] if names else ():
         answer = await subject.ask(prompt, **asked, **dict.fromkeys(names, _MOST))
         for choice in answer.choices:
-            counts = Counter(token.key for token in choice.tokens)
-            repeated = sum(count - 1 for count in counts.values())
+            repeated = len(choice.tokens) - len({token.key for token in choice.tokens})
             if repeated > _MAX_REPEATED:
                 summary = f"{repeated} of {len(choice.tokens)} tokens repeat with {names[0]} {_MOST}"
                 return failed(summary, answer.curl, text=choice.text)

@@ -44,10 +44,9 @@ async def run_bench(
         asks = [Ask(text, settings.max_tokens, temperature, seed) for seed, text in enumerate(texts)]
         samples = await measure(systems, asks, settings.repetitions, advance)
         kept, loops = without_loops(samples)
-        rows = [row(system.name, kept) for system in systems]
         point = {
             "temperature": temperature,
-            "rows": rows,
+            "rows": [row(system.name, kept) for system in systems],
             "equality": differences(samples, {name: PLAIN for name in samples if name != PLAIN}),
             "loops": loops,
             "categories": _by_category(kept, [categories[i] for i in loops["kept"]]),

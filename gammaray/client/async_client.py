@@ -139,8 +139,7 @@ class AsyncClient:
         With `json_schema`, `parsed` of the completion is the object that its text stands for.
         """
         request, form = build_with_form(prompt, options)
-        chunks = [chunk async for chunk in self._stream(request, form, timeout_s)]
-        return Completion.from_chunks(chunks, form)
+        return Completion.from_chunks([chunk async for chunk in self._stream(request, form, timeout_s)], form)
 
     def _stream(
         self, request: GenerationRequest, form: OutputForm, timeout_s: float | None

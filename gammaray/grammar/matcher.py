@@ -94,8 +94,7 @@ class GrammarCompiler:
 
         check_syntax(grammar, self._tokenizer)
         limits = LLParserLimits(**_LIMITS, verbose_errors=False)
-        text = LLMatcher.grammar_from_lark(grammar)
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         return matcher

@@ -116,12 +116,11 @@ def create_key(path: Path, tenant: str, note: str = "") -> tuple[ApiKey, str]:
         secret = make_secret()
         while any(key.id == key_id_of(secret) for key in keys):
             secret = make_secret()
-        created_at = datetime.now(timezone.utc).replace(microsecond=0)
         key = ApiKey(
             id=key_id_of(secret) or "",
             tenant=tenant,
             sha256=hash_key(secret),
-            created_at=created_at,
+            created_at=datetime.now(timezone.utc).replace(microsecond=0),
             note=note,
         )
         _write(path, (*keys, key))

@@ -136,8 +136,7 @@ def _drafted(result: target_pb.VerifyResult, vocab_size: int) -> Proposal | None
     if not result.HasField("drafted"):
         return None
     try:
-        proposal = proposal_from_proto(result.drafted, vocab_size)
-        return replace(proposal, is_prepared=result.is_prepared)
+        return replace(proposal_from_proto(result.drafted, vocab_size), is_prepared=result.is_prepared)
     except InvalidArgumentError as error:
         raise InternalError(f"the peer sent an invalid proposal: {error}") from None
 

@@ -118,8 +118,7 @@ class GenerationServicer:
 
 def caller_of(context: RpcContext, authenticator: Authenticator) -> Caller:
     """Return the caller, who is authenticated; every method calls this first."""
-    metadata = context.invocation_metadata() or ()
-    headers = {name: value for name, value in metadata if isinstance(value, str)}
+    headers = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
     return authenticator.identify(headers, context.peer())
 
 

@@ -170,8 +170,7 @@ class CostModel:
         """
         tested, accepted = cycle.first_children
         share = _share(cycle)
-        is_model = cycle.shape.drafter.is_model
-        if cycle.gamma == 0 or not is_model:
+        if cycle.gamma == 0 or not cycle.shape.drafter.is_model:
             self._forget(share)
         elif tested:
             self.acceptance.observe(tested, accepted)

@@ -78,9 +78,8 @@ class Drafting:
         fixed = 0 if request.drafter is DrafterKind.NONE else policy.fixed
         drafter = SessionDrafter(remote, texts, max_text, forced, fixed)
         if fixed is None:
-            max_gamma = policy.max_gamma or settings.max_gamma
             controller: AdaptiveGamma | FixedGamma = AdaptiveGamma(
-                max_gamma,
+                policy.max_gamma or settings.max_gamma,
                 self.costs,
                 self._max_nodes(request),
                 max_match=max_text,

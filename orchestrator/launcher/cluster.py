@@ -184,8 +184,7 @@ def serve_cluster(
         directory = private_directory()
         guardian = Guardian(directory.name, directory)
         started.callback(guardian.dismiss)
-    hosts = "localhost", HOST, reachable(settings.host)
-    os.environ.update(past_proxies(os.environ, *dict.fromkeys(hosts)))
+    os.environ.update(past_proxies(os.environ, *dict.fromkeys(("localhost", HOST, reachable(settings.host)))))
     os.environ.update({MARK: directory.name, **serve_environment(directory, HOST)})
     os.environ.pop("RAY_ADDRESS", None)  # always start a new cluster
     start_ray(directory, started, signals, deadline)

@@ -306,8 +306,7 @@ class SessionManager:
         session.model_identity = stored.model_identity
         await self._store.next_turn(session, _serialised(request), stored)
         left = SessionHandover.from_bytes(stored.handover)  # counters of the previous turn do not carry over
-        handover = SessionHandover(target=left.target, draft=left.draft)
-        return OpenSession(session, request, handover=handover)
+        return OpenSession(session, request, handover=SessionHandover(target=left.target, draft=left.draft))
 
     async def _resume(self, request: GenerationRequest, stored: StoredSession) -> OpenSession:
         if request.resume_from is None:

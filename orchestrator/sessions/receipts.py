@@ -55,8 +55,7 @@ class ReceiptIssuer:
     async def issue(self, opened: OpenSession, last: Chunk) -> str:
         """Return the signed receipt of a turn, with the tokens of all owners; raises as `check` does."""
         self.check()
-        num_ids = last.prompt_tokens + last.offset + len(last.tokens)
-        if num_ids <= INLINE_NUMBERS:
+        if last.prompt_tokens + last.offset + len(last.tokens) <= INLINE_NUMBERS:
             return self._signed(opened, last)
         return await in_thread(self._signed, opened, last)
 

@@ -269,8 +269,7 @@ class RedisStore:
             if isinstance(result, list):
                 result, is_due = result
         if result == scripts.OTHER_MODEL:
-            began = (await self.read(name)).model_identity
-            raise ModelChangedError(name, began, [session.model_identity])
+            raise ModelChangedError(name, (await self.read(name)).model_identity, [session.model_identity])
         _checked(result, name, start)
         if is_due:
             await self.renew(session)
@@ -415,8 +414,7 @@ class RedisStore:
     async def _summaries(self, names: Sequence[str]) -> list[SessionInfo]:
         heads = [self._keys.of(name)[0] for name in names]
         now_ms, lines = await answer(self._list(keys=heads, args=SUMMARY_FIELDS))
-        rows = zip(names, lines, strict=True)
-        return [split_summary(name, line, now_ms) for name, line in rows if line]
+        return [split_summary(name, line, now_ms) for name, line in zip(names, lines, strict=True) if line]
 
 
 def _checked(result: int, session_id: str, start: int = 0) -> int:

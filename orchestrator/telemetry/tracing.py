@@ -95,8 +95,7 @@ class Tracing:
         trace = span.trace
         if trace is not None:
             trace.bind(session)
-        store = self._store if is_stored else None
-        cycle_log = CycleLog(session, store, background, trace)
+        cycle_log = CycleLog(session, self._store if is_stored else None, background, trace)
         session.calls = cycle_log.call
         return cycle_log
 
@@ -121,8 +120,7 @@ class Tracing:
 def _parse(traceparent: str, tracestate: str = "") -> Context | None:
     if not traceparent:
         return None
-    carrier = {"traceparent": traceparent, "tracestate": tracestate}
-    context = _PROPAGATOR.extract(carrier, Context())
+    context = _PROPAGATOR.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
     return context if get_current_span(context).get_span_context().is_valid else None
 
 

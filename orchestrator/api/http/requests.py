@@ -227,8 +227,7 @@ def _requests(
     max_tokens: int | None,
     num_prompt_logprobs: int | None,
 ) -> list[GenerationRequest]:
-    name = body.gammaray.session_id
-    if name and num_choices > 1:
+    if body.gammaray.session_id and num_choices > 1:
         raise InvalidArgumentError("session_id", f"one name for {num_choices} choices", "a single choice")
     if any(token_id < 0 for token_id in body.stop_token_ids):
         raise InvalidArgumentError("stop_token_ids", min(body.stop_token_ids), "token ids")

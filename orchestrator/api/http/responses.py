@@ -260,8 +260,7 @@ class ChoiceState:
     @property
     def finish(self) -> str | None:
         """OpenAI's finish reason; None before the last chunk."""
-        has_calls = self.calls is not None and self.calls.has_whole_calls
-        if has_calls and self.finish_reason is FinishReason.STOP:
+        if self.calls is not None and self.calls.has_whole_calls and self.finish_reason is FinishReason.STOP:
             return "tool_calls"
         return None if self.finish_reason is None else self.finish_reason.value
 

@@ -84,8 +84,7 @@ class ResponseRecords:
             stored = await self._store.read(self._caller.qualify(response_id))
         except (NotFoundError, InvalidArgumentError):
             raise missing from None
-        is_small = len(stored.response) <= INLINE_BYTES
-        record = Record(stored) if is_small else await in_thread(Record, stored)
+        record = Record(stored) if len(stored.response) <= INLINE_BYTES else await in_thread(Record, stored)
         if record.response["status"] == "in_progress" and await self._is_orphaned(response_id):
             record.break_off()
         return record

@@ -277,8 +277,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 
     @app.get("/health", **route("health", "A target worker is available.", {JSON: "Health"}, (403, 405, 503)))
     async def health() -> JSONResponse:
-        processes = await backend.status()
-        if not any(process.role == "target" and process.healthy for process in processes):
+        if not any(process.role == "target" and process.healthy for process in await backend.status()):
             raise UnavailableError("no target worker is connected")
         well: Health = {"status": "ok"}
         return JSONResponse(well)
