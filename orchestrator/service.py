@@ -197,7 +197,8 @@ class Orchestrator:
             await self._check_grammar(request.sampling.grammar, caller, span)
             self._fit_context()
             opened = await self._opener.open(request, self.max_context, caller)
-            session, progress = opened.session, self._progress(opened)
+            session, former = opened.session, opened.handover
+            progress = ChunkBuilder(session, self.tokenizer, opened.offset, former.counters, former.elapsed_s)
             session.deadline = caller.deadline
             if request.store:
                 stack.enter_context(self._owning(opened, progress))
@@ -249,12 +250,6 @@ class Orchestrator:
         output = session.token_ids[len(session.prompt) :]
         return await self._grammars.begin(session.params.grammar, caller, output)
 
-    def _progress(self, opened: OpenSession) -> ChunkBuilder:
-        handover = opened.handover
-        return ChunkBuilder(
-            opened.session, self.tokenizer, opened.offset, handover.counters, handover.elapsed_s
-        )
-
     @contextlib.contextmanager
     def _owning(self, opened: OpenSession, progress: ChunkBuilder) -> Iterator[None]:
         """Renew the session's lease inside the block; detach the session if its turn has not ended then."""
@@ -278,14 +273,13 @@ class Orchestrator:
         drafter, controller = self._drafting.open(session, opened.request, spec, prediction, grammar)
         verifier = RemoteVerifier(self.fleet.targets, spec, timeout_s=VERIFY_TIMEOUT_S, wait_s=WORKER_WAIT_S)
         is_stored = opened.request.store
-        cycle_log = self.tracing.cycle_log(session, span, self._background, is_stored=is_stored)
         return RunningTurn(
             opened,
             progress,
             drafter,
             controller,
             verifier,
-            cycle_log,
+            self.tracing.cycle_log(session, span, self._background, is_stored=is_stored),
             store=self.store if is_stored else self.unstored,
             meter=self.meter,
             costs=self._drafting.costs,

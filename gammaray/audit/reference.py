@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gammaray.audit.answers import Choice, Token
+from gammaray.audit.answers import Token
 from gammaray.audit.chance import SPECIAL
 from gammaray.audit.findings import CheckResult, Status, failed, inconclusive, not_possible, passed
 from gammaray.audit.sameness import LIKELY, MAX_EQUAL
@@ -44,7 +44,8 @@ async def check_probabilities(subject: Subject) -> CheckResult:
         echoed = (await other.ask(prompt + ours.choice.text, **_ECHO)).choice
         if not echoed.text.startswith(prompt):
             raise not_possible("the server ignores `echo`")
-        given = _given(echoed, len(tokens))
+        end = len(echoed.tokens) - 1  # the last token was generated
+        given = echoed.tokens[max(0, end - len(tokens)) : end]
         if not tokens or [token.text for token in given] != [token.text for token in tokens]:
             unaligned += 1  # the text has other tokens than those that were generated
             continue
@@ -75,9 +76,3 @@ def judged(compared: Sequence[tuple[float, Token, float]], whose: str, curl: str
         summary += ": so do another precision, or weights of eight bits"
         return CheckResult(Status.INCONCLUSIVE, summary, evidence)
     return failed(summary, curl, **evidence)
-
-
-def _given(choice: Choice, count: int) -> list[Token]:
-    """Return the last `count` tokens of an echoed text; the one after them was generated."""
-    end = len(choice.tokens) - 1
-    return list(choice.tokens[max(0, end - count) : end]) if count else []

@@ -190,7 +190,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "model": cluster.draft,
             "draft_weights": cluster.draft_weights,
             **worker,
-            **_mapped(cluster),
+            **({} if cluster.draft == cluster.target else {"target": cluster.target}),
         },
         "orchestrator": {"model": cluster.target},
     }
@@ -202,8 +202,3 @@ def _absolute_adapters(lora: str) -> str:
     return ",".join(
         f"{name}={Path(at).absolute() if Path(at).exists() else at}" for name, at in found.items()
     )
-
-
-def _mapped(cluster: ClusterSettings) -> dict[str, Any]:
-    """Return the setting that names the target for draft workers."""
-    return {} if cluster.draft == cluster.target else {"target": cluster.target}

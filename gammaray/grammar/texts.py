@@ -52,7 +52,9 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(field, f"a value that is no JSON ({error})", "a JSON schema") from None
     except RecursionError:
-        raise _too_deep(field) from None
+        raise InvalidArgumentError(
+            field, "a schema that is nested too deeply", f"{MAX_DEPTH} levels"
+        ) from None
     prepare(copied, field)
     return f"%json {_escaped(json.dumps({**copied, 'x-guidance': _STYLE}))}"
 
@@ -89,7 +91,3 @@ def _escaped(text: str) -> str:
 
 def _in_lark(found: re.Match[str]) -> str:
     return _IN_LARK.get(found.group()[-1], found.group())
-
-
-def _too_deep(field: str) -> InvalidArgumentError:
-    return InvalidArgumentError(field, "a schema that is nested too deeply", f"{MAX_DEPTH} levels")

@@ -52,7 +52,7 @@ class ClientTls:
             if self.key_file is not None:
                 _check_readable("key_file", self.key_file)
             try:
-                context.load_cert_chain(self.cert_file, self.key_file, password=_no_password)
+                context.load_cert_chain(self.cert_file, self.key_file, password=lambda: "")  # no prompt
             except ssl.SSLError as error:
                 key = "key_file" if self.key_file is not None else "the same file"
                 allowed = f"{_PEM} of a certificate whose key, unencrypted, is in {key} ({_reason(error)})"
@@ -109,10 +109,6 @@ def _check_readable(field: str, path: Path) -> None:
         path.read_bytes()
     except OSError as error:
         raise InvalidArgumentError(field, str(path), f"{_PEM} ({error.strerror})") from None
-
-
-def _no_password() -> str:
-    return ""  # otherwise OpenSSL prompts for one on the terminal
 
 
 def _reason(error: ssl.SSLError) -> str:

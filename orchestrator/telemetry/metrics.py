@@ -70,7 +70,9 @@ class OrchestratorMeter:
             self._num_drafted += cycle.num_drafted
             self.tested.value += min(cycle.num_tested, emitted)
             self.accepted.value += accepted
-            self._accepted_up_to(accepted)
+            self._positions += [0] * (accepted - len(self._positions))
+            for position in range(accepted):
+                self._positions[position] += 1
         self.tokens[TokenOrigin.ACCEPTED].value += accepted
         if emitted > accepted:
             self.tokens[cycle.origins[-1]].value += emitted - accepted
@@ -84,12 +86,6 @@ class OrchestratorMeter:
         if name not in self._outcomes:
             self._outcomes[name] = self.meter.counter("gammaray.requests", outcome=name)
         return self._outcomes[name]
-
-    def _accepted_up_to(self, num_accepted: int) -> None:
-        positions = self._positions
-        positions += [0] * (num_accepted - len(positions))
-        for position in range(num_accepted):
-            positions[position] += 1
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:

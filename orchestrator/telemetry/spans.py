@@ -61,7 +61,8 @@ class SessionTrace:
 
     def parent_of(self, role: str, index: int) -> str:
         """Return the `traceparent` for blocks to a worker in cycle number `index`."""
-        return self._traceparent(self._id(index, _PROPOSE if role == "draft" else _VERIFY))
+        span_id = self._id(index, _PROPOSE if role == "draft" else _VERIFY)
+        return f"00-{self._context.trace_id:032x}-{span_id:016x}-01"
 
     def add_cycle(self, index: int, record: pb.CycleRecord, *, stored_ns: int = 0, error: str = "") -> None:
         """Add the spans of cycle number `index`; `stored_ns` is 0 if its tokens were not stored."""
@@ -89,8 +90,8 @@ class SessionTrace:
             self._add(t.SPAN_VERIFY, verify_id, cycle, proposed, verified, values, SpanKind.CLIENT, failed)
         if stored_ns:
             values = {t.CYCLE_INDEX: index, t.EMITTED: record.emitted}
-            stored = max(end, stored_ns)
-            self._add(t.SPAN_COMMIT, self._id(index, _COMMIT), self._root, end, stored, values)
+            ended = max(end, stored_ns)
+            self._add(t.SPAN_COMMIT, self._id(index, _COMMIT), self._root, end, ended, values)
 
     def add_reading(self, index: int, call: Call, clock_ns: int) -> None:
         """Add the span of a long prompt's prefill by a draft worker, begun in cycle number `index`."""
@@ -122,9 +123,6 @@ class SessionTrace:
         flags = self._context.trace_flags
         context = SpanContext(self._context.trace_id, span_id, is_remote=False, trace_flags=flags)
         return set_span_in_context(NonRecordingSpan(context), Context())
-
-    def _traceparent(self, span_id: int) -> str:
-        return f"00-{self._context.trace_id:032x}-{span_id:016x}-01"
 
     def _id(self, index: int, part: int) -> int:
         return (self._first_id + 4 * index + part) % 2**64 or 2**63

@@ -256,16 +256,12 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         try:
             self._check(info)
         except GammarayError as error:
-            self.info = info
-            self._refuse(error)
+            if str(error) != str(self.refusal):
+                _log.error("%s worker at %s is refused: %s", self.role, self.address, error)
+            self.info, self.refusal = info, error
             raise
         self.info, self.refusal = info, None
         self.is_draining = info.is_draining
-
-    def _refuse(self, error: GammarayError) -> None:
-        if str(error) != str(self.refusal):
-            _log.error("%s worker at %s is refused: %s", self.role, self.address, error)
-        self.refusal = error
 
     def _lose(self, error: Exception) -> None:
         """Fail all calls in flight; the worker may still have processed them, but blocks are idempotent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from gammaray.aio import end_tasks
 from gammaray.blocks import OLDEST_PROTOCOL, PROTOCOL
@@ -143,23 +143,17 @@ class Fleet:
         known = {self._vocab_sha256, *(link.info.vocab_sha256 for link in targets if link.info is not None)}
         self._check_vocabulary("draft", info, known, "a draft model", "the target's")
 
-    def _check_vocabulary(
-        self, role: str, info: WorkerInfo, known: Collection[str], what: str, whose: str
-    ) -> None:
+    def _check_vocabulary(self, role: str, info: WorkerInfo, known: set[str], what: str, whose: str) -> None:
         """Check that a worker speaks this protocol, and that its token ids mean the same tokens."""
         _check_protocol(role, info)
         if info.vocab_size != self._vocab_size:
             got = f"{info.model} with {info.vocab_size} token ids"
             raise InvalidArgumentError(role, got, f"{what} with {whose} {self._vocab_size} token ids")
-        if any(self._differs(info, vocab_sha256) for vocab_sha256 in known):
+        # Models without a tokenizer have no hash.
+        if info.vocab_sha256 and known - {"", info.vocab_sha256}:
             got = f"{info.model}, whose {info.vocab_size} token ids mean other tokens"
             allowed = f"{what} with {whose} vocabulary ({self._vocab_size} token ids)"
             raise InvalidArgumentError(role, got, allowed)
-
-    @staticmethod
-    def _differs(info: WorkerInfo, vocab_sha256: str) -> bool:
-        """Whether a worker's vocabulary is known to differ; models without a tokenizer have no hash."""
-        return bool(info.vocab_sha256 and vocab_sha256 and info.vocab_sha256 != vocab_sha256)
 
 
 def _check_protocol(role: str, info: WorkerInfo) -> None:

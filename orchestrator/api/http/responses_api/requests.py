@@ -49,7 +49,8 @@ def plan_response(
         got = f"{len(items)} items with those of earlier responses"
         raise InvalidArgumentError("input", got, f"at most {MAX_MESSAGES}")
     messages = conversation(items, len(earlier), body.instructions)
-    calls = _calls(body, model)
+    tools = checked_tools(body.tools, body.tool_choice)
+    calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, model.tokenizer)
     rule = _text_rule(body.text.format)
     names = {**_NAMES, "grammar": "tools" if calls is not None and calls.is_forced else "text.format"}
     response_id = new_id("resp")
@@ -84,11 +85,6 @@ def _check_options(body: ResponsesRequest) -> None:
         raise InvalidArgumentError("gammaray.stream_tokens", True, "false, for responses")
     if LOGPROBS in body.include and any(isinstance(tool, ToolInput) for tool in body.tools):
         raise InvalidArgumentError("include", f"{LOGPROBS} with tools", "log-probabilities without tools")
-
-
-def _calls(body: ResponsesRequest, model: Backend) -> CallPlan | None:
-    tools = checked_tools(body.tools, body.tool_choice)
-    return plan_calls(tools, body.tool_choice, body.parallel_tool_calls, model.tokenizer)
 
 
 def _text_rule(asked: TextFormatInput) -> str:
