@@ -55,12 +55,6 @@ def is_byte_token(token: str) -> bool:
 class Vocabulary:
     """The tokens of a tokenizer of `transformers` that is backed by `tokenizers`.
 
-    Attributes:
-        spellings: Bytes of each token, by id; empty for special tokens and for ids without a token.
-        specials: Id of each special token, by its content.
-        eos_token_id: End of sequence; None if the tokenizer names none.
-        prefix: Special tokens with which the tokenizer begins every text.
-
     Raises:
         ValueError: The bytes of its tokens are not known; the message says why.
     """
@@ -73,8 +67,8 @@ class Vocabulary:
         added = tokenizer.added_tokens_decoder
         special = {token_id for token_id, token in added.items() if token.special}
         special |= set(tokenizer.all_special_ids)
-        self.spellings = [b""] * (max(ids.values(), default=-1) + 1)
-        self.specials: dict[str, int] = {}
+        self.spellings = [b""] * (max(ids.values(), default=-1) + 1)  # by id; special tokens have none
+        self.specials: dict[str, int] = {}  # id by content
         byte_tokens = []
         for token, token_id in ids.items():
             if token_id in special:
@@ -87,7 +81,7 @@ class Vocabulary:
                     byte_tokens.append(token_id)
         self.eos_token_id: int | None = tokenizer.eos_token_id
         begun = tokenizer("")["input_ids"][:1]
-        self.prefix: list[int] = begun if begun == [tokenizer.bos_token_id] else []
+        self.prefix: list[int] = begun if begun == [tokenizer.bos_token_id] else []  # begins every text
         self._ids = self._by_spelling(byte_tokens)
         self._lengths = sorted({len(spelling) for spelling in self._ids}, reverse=True)
         self._backend = _plain_backend(tokenizer)

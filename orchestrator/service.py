@@ -70,29 +70,18 @@ FORGET_PERIOD_S = 5.0
 
 
 class Orchestrator:
-    """Serves generation requests with the registered workers.
-
-    Attributes:
-        max_context: Longest prompt plus completion, in tokens.
-        store: The sessions in Redis.
-        unstored: Takes the place of `store` for completions that are not stored.
-        responses: The responses of the Responses API in Redis.
-        admission: Running and waiting requests.
-        leases: Renewal and reaping of session leases.
-        sessions: Calls of clients about their sessions.
-        corpus: Past outputs, which are proposed to later sessions of the same tenant.
-    """
+    """Serves generation requests with the registered workers."""
 
     def __init__(self, settings: OrchestratorSettings, redis: RetryingRedis, tokenizer: Tokenizer) -> None:
         """Create the components; use `start` instead."""
         self.model_name = settings.served_model_name or served_name(settings.model)
-        self.max_context = tokenizer.max_context
+        self.max_context = tokenizer.max_context  # longest prompt plus completion, in tokens
         self.vocab_size = tokenizer.vocab_size
         self._settings, self._redis, self.tokenizer = settings, redis, tokenizer
         bounds = StoreBounds(redis)
         keys = Keys(settings.redis_prefix)
         self.store = RedisStore(redis, settings.session_ttl_s, bounds=bounds, keys=keys)
-        self.unstored = UnstoredSessions()
+        self.unstored = UnstoredSessions()  # takes the place of `store` for completions that are not stored
         self.responses = ResponseStore(redis, settings.session_ttl_s, bounds, keys)
         self.admission = Admission(
             settings.max_concurrent_requests,
@@ -114,7 +103,7 @@ class Orchestrator:
         )
         self._opener = SessionManager(self.store, tokenizer, self._check_model, self.model_name)
         self._drafting = Drafting(settings, self.fleet.drafts, self.fleet.targets, tokenizer.vocab_size)
-        self.corpus = self._drafting.corpus
+        self.corpus = self._drafting.corpus  # past outputs, proposed to later sessions of the same tenant
         self._board = StatusBoard(self.meter, self.admission, self.fleet, redis, keys, self.model_name)
         self.leases = LeaseManager(self.store, self.fleet.release)
         self.sessions = SessionCalls(self.store, tokenizer, self._release, records)

@@ -294,12 +294,6 @@ class Wealth:
             it is added to them; at least 4.
         hidden: Tokens that the server does not report when they are drawn, such as an end-of-sequence token.
         alternatives: Names of the alternatives, and logarithms of the gamblers' shares of the first wealth.
-
-    Attributes:
-        num_tokens: Tokens, or pairs of tokens, observed, without hidden ones.
-        num_unreadable: Those of them that were left out, as too few tokens are listed beside them.
-        log_e_value: Logarithm of the evidence against the server now; `largest_log_e_value`: so far.
-        num_tokens_until_rejected: `num_tokens` when the evidence first reached 1 / alpha, or None.
     """
 
     def __init__(
@@ -308,9 +302,10 @@ class Wealth:
         check_number("alpha", alpha, 0.0, 0.5, open_low=True)
         check_int("num_listed", num_listed, 4, 2**20)
         self.alpha = alpha
+        # Tokens or pairs, without hidden ones, and those of them that are left out, as too few are listed.
         self.num_tokens = self.num_unreadable = 0
-        self.log_e_value = self.largest_log_e_value = 0.0
-        self.num_tokens_until_rejected: int | None = None
+        self.log_e_value = self.largest_log_e_value = 0.0  # evidence against the server now, and its maximum
+        self.num_tokens_until_rejected: int | None = None  # until the evidence first reached 1 / alpha
         self._num_listed, self._hidden = num_listed, hidden
         self._alternatives, self._wealth = [*alternatives], [*alternatives.values()]
 

@@ -72,14 +72,10 @@ def process_resource(role: str) -> Resource:
 
 
 class Telemetry:
-    """Trace export of a process; created once, before it serves.
-
-    Attributes:
-        tracer: Creates spans, sampled according to `OTEL_TRACES_SAMPLER`; None if traces are not exported.
-        span_ids: Ids of the tracer's spans; None if traces are not exported.
-    """
+    """Trace export of a process; created once, before it serves."""
 
     def __init__(self, role: str) -> None:
+        # None if traces are not exported; else sampled according to `OTEL_TRACES_SAMPLER`.
         self.tracer: Tracer | None = None
         self.span_ids: SpanIds | None = None
         self._provider: TracerProvider | None = None

@@ -72,9 +72,6 @@ class MetricsExport:
     Args:
         listen: host:port of the endpoint, see `MetricsServer`; empty: none.
         kernel: What computes a worker's model, see `ProcessStatus.kernel`; empty for an orchestrator.
-
-    Attributes:
-        address: host:port at which other machines reach the endpoint; empty without one.
     """
 
     def __init__(self, meter: Meter, *, role: str, model: str, listen: str, kernel: str = "") -> None:
@@ -83,7 +80,7 @@ class MetricsExport:
         loop = asyncio.get_running_loop()
         meter.gauge("gammaray.tasks", lambda: len(asyncio.all_tasks(loop)), role=role)
         self._server = MetricsServer(meter, listen) if listen else None
-        self.address = self._server.address if self._server is not None else ""
+        self.address = self._server.address if self._server is not None else ""  # for other machines
 
     async def stop(self) -> None:
         """Stop serving; takes at most about a second."""

@@ -104,28 +104,19 @@ class CostModel:
     Left out are a session's first cycle, as it contains the prefill, its first proposal, for which a head
     reads the prompt, and cycles whose drafter failed. A later first proposal after plain cycles measures the
     catch-up of the drafter; unless it took far longer than expected, the coefficients do not learn from it.
-
-    Attributes:
-        acceptance: Acceptance of the draft model's proposals over all sessions.
-        of_matches: Acceptance of matches over all sessions, see `orchestrator.control.match_acceptance`.
-        trees: Expected tokens of trees, over all sessions.
-        draws: Standard normal draws, times `SCALE`, by which costs (all but the last one) and acceptance (the
-            last one) are sampled. Sessions share them: they explore together and measure the joint effect.
-        num_renewed: How often `draws` were drawn.
-        num_waiting: Mean number of other sessions that wait for the same target worker.
-        others_rows: Mean number of rows that those sessions propose.
-        mean, covariance: Of the posterior of the coefficients.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
-        self.acceptance = AcceptanceEstimator(FLEET_DECAY)
-        self.of_matches: dict[MatchClass, AcceptanceEstimator] = {}
+        self.acceptance = AcceptanceEstimator(FLEET_DECAY)  # of the draft model's proposals
+        self.of_matches: dict[MatchClass, AcceptanceEstimator] = {}  # see `match_acceptance`
         self.trees = TreeModel(FLEET_DECAY)
+        # Means of the other sessions that wait for the same target worker, and of the rows that they propose.
         self.num_waiting = self.others_rows = self._catch_up = 0.0
-        self.num_renewed = 0
+        self.num_renewed = 0  # how often `draws` were drawn
         self._rng = rng or random.Random()
         self._clock = self._renewed_at = 0.0
         self.renew()
+        # Of the posterior of the coefficients.
         self.mean, self.covariance = Costs(*[0.0] * _SIZE), [[0.0] * _SIZE for _ in range(_SIZE)]
         self._noise, self._bias = FIRST_NOISE**2, 0.0
         self._num_cycles, self._has_plain = 0, False
@@ -260,6 +251,8 @@ class CostModel:
             self._bias = 0.0
 
     def renew(self) -> None:
+        # The last one samples acceptance, the others costs. Sessions share them: they explore together and
+        # measure the joint effect.
         self.draws = [SCALE * self._rng.gauss(0.0, 1.0) for _ in range(_SIZE + 1)]
         self._renewed_at = self._clock
         self.num_renewed += 1

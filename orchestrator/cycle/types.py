@@ -36,24 +36,17 @@ class Call:
 
     Args:
         parent: The `traceparent` of the blocks; None if the session is not sampled: no clock is read then.
-
-    Attributes:
-        address: host:port of the worker that was called last.
-        error: Class name of the last failure, or empty.
-        began: `time.perf_counter()` when the first block was sent.
-        ended: `time.perf_counter()` when the last answer came.
-        is_notice: Whether the block only notifies the worker that its lookahead proposal was used.
     """
 
     __slots__ = ("_parent", "address", "began", "blocks", "ended", "error", "is_notice", "results")
 
     def __init__(self, parent: str | None = None) -> None:
         self._parent = parent
-        self.address = self.error = ""
+        self.address = self.error = ""  # of the worker that was called last; class name of the last failure
         self.blocks: list[Any] = []
         self.results: list[Any] = []
-        self.began = self.ended = 0.0
-        self.is_notice = False
+        self.began = self.ended = 0.0  # `time.perf_counter()` at the first block and the last answer
+        self.is_notice = False  # whether the block only tells that a lookahead proposal was used
 
     @property
     def is_over(self) -> bool:
