@@ -44,10 +44,7 @@ class EngineFacts:
     health_timeout_s: float = 10.0  # of a worker's health check, in which its code may block the loop
 
     def refuse(self, asked: Mapping[str, Any]) -> InvalidArgumentError | None:
-        """Return the error of the first setting that the engine does not serve; None if it serves all.
-
-        Settings are of a worker or a cluster, with `has_keys`: whether clients have API keys.
-        """
+        """Return the error of the first setting that is not served; `has_keys`: clients have API keys."""
         rules = [(self.serves, f"the engine {self.name}")]
         if asked.get("deterministic"):
             rules.insert(0, (self.deterministic, "deterministic"))

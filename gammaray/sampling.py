@@ -71,11 +71,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters of values by field name; checks only kind and size of collections.
-
-        Raises:
-            InvalidArgumentError: A value is no list or mapping where it must be, or has too many entries.
-        """
+        """Return the parameters of values by name; checks only kind and size of collections."""
         copied = dict(values)
         for name, rule in _COLLECTIONS.items():
             if name in copied:

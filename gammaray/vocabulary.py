@@ -53,11 +53,7 @@ def is_byte_token(token: str) -> bool:
 
 
 class Vocabulary:
-    """The tokens of a tokenizer of `transformers` that is backed by `tokenizers`.
-
-    Raises:
-        ValueError: The bytes of its tokens are not known; the message says why.
-    """
+    """The tokens of a fast tokenizer of `transformers`; ValueError if their bytes are not known."""
 
     def __init__(self, tokenizer: Any) -> None:
         kind = decoder_kind(tokenizer)

@@ -86,10 +86,7 @@ def build(
     probe_key_sha256: str = "",
     local_only: bool = False,
 ) -> Application:
-    """Return the application; see `make_authenticator` for its last two arguments.
-
-    `scaling` has fields of `ScalingSettings`, which are used when the bounds of `num_replicas` differ.
-    """
+    """Return the application; `scaling` has fields of `ScalingSettings`, used if the bounds differ."""
     size = PoolSize.parse(num_replicas)
     count: dict[str, Any] = {"num_replicas": size.minimum}
     if size.is_elastic:

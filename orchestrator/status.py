@@ -116,11 +116,7 @@ class StatusBoard:
         meter.watch(admission, fleet)
 
     async def start(self, metrics_listen: str) -> None:
-        """Start serving metrics, and announce this orchestrator.
-
-        Raises:
-            InvalidArgumentError: The metrics address cannot be used, or an `OTEL_*` variable is invalid.
-        """
+        """Serve metrics, and announce this orchestrator; InvalidArgumentError for a bad setting of these."""
         self._export = MetricsExport(
             self._meter.meter, role="orchestrator", model=self._model_name, listen=metrics_listen
         )

@@ -145,10 +145,7 @@ async def _drafted(subject: Subject, choice: Choice) -> list[str | None]:
 
 
 async def _completions(subject: Subject) -> AsyncGenerator[Answer, None]:
-    """Yield completions in the order of their requests, so that no result decides which comes next.
-
-    They are asked for in all ways in turn, but for a drafter whole.
-    """
+    """Yield completions in the order of their requests, so that no result decides which comes next."""
     server, number = subject.server, 0
     modes = [mode for mode in MODES if mode not in subject.absent] if subject.drafter is None else [WHOLE]
     views = [replace(subject, mode=mode) for mode in modes or [WHOLE]]

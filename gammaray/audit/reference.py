@@ -24,10 +24,7 @@ _ECHO = {"temperature": 0, "max_tokens": 1, "echo": True, "top_p": None, **_BY_T
 
 
 async def check_probabilities(subject: Subject) -> CheckResult:
-    """Reported log-probabilities equal those of one forward pass over the whole text.
-
-    The pass is the reference's, else the server's own: completions with `echo`.
-    """
+    """Reported log-probabilities are those of one pass over the whole text, by the reference or by `echo`."""
     subject.need_logprobs(2)
     server = subject.server
     other = server if subject.is_own_reference else subject.reference or server

@@ -133,10 +133,7 @@ class Subject:
 
 
 async def probe(server: Endpoint) -> tuple[str, Answer]:
-    """Set path, neutral fields and log-probabilities of a server by trying them.
-
-    Returns why it has no log-probabilities, or an empty text; and its answer to the plainest request.
-    """
+    """Try path, neutral fields and log-probabilities; return why the last are missing, and a plain answer."""
     try:
         answer = await server.ask("1, 2, 3,", **_PLAIN)
     except RefusedError:

@@ -71,10 +71,7 @@ class GrammarCheck:
 
 
 class CheckPool:
-    """Up to `num_processes` processes that check grammars for one tokenizer. Thread-safe.
-
-    A process starts when it is first needed. `tokenizer_json` is in the format of `tokenizers`.
-    """
+    """Up to `num_processes` processes that check grammars for one tokenizer; thread-safe, started on need."""
 
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int], num_processes: int = 2
@@ -176,10 +173,7 @@ class _Process:
         self.is_idle = False
 
     def ask(self, check: GrammarCheck) -> tuple[list[str] | None, float]:
-        """Return the error of a grammar, as what was got and what is allowed, and the check's CPU time.
-
-        Raises `_EndedError`, and the errors of `CheckPool.check`.
-        """
+        """Return a grammar's error, as got and allowed, and the check's CPU time; raises `_EndedError`."""
         if self._settings is not None:
             self._write(self._settings)
             # Not cancelled with the check, as the next one would begin anew.

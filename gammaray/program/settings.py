@@ -34,11 +34,7 @@ def settings_options(settings: type[BaseModel], *, has_types: bool) -> list[clic
 def parse_settings(
     settings: type[SettingsT], prog: str, argv: Sequence[str], others: Sequence[click.Parameter] = ()
 ) -> tuple[SettingsT, dict[str, Any]]:
-    """Return the settings of a process's command line, and the values of its `others`, which are no settings.
-
-    Raises:
-        InvalidArgumentError: An option is unknown or a setting is invalid.
-    """
+    """Return the settings of a command line, and the values of its other options, `others`."""
     command = click.Command(
         prog, params=[*settings_options(settings, has_types=False), *others], help=settings.__doc__
     )

@@ -50,11 +50,7 @@ def proposal_to_proto(proposal: Proposal) -> pb.Proposal:
 
 
 def proposal_from_proto(message: pb.Proposal, vocab_size: int) -> Proposal:
-    """Return the proposal of a wire message, which is validated as untrusted data.
-
-    Raises:
-        InvalidArgumentError: Token ids, parents or distributions that are out of range, or do not match.
-    """
+    """Return the proposal of an untrusted wire message; InvalidArgumentError if its parts do not match."""
     token_ids = tuple(message.token_ids)
     if any(token_id >= vocab_size for token_id in token_ids):
         raise InvalidArgumentError("proposal.token_ids", max(token_ids), f"below {vocab_size}")
@@ -106,10 +102,7 @@ def fill_verdict(message: target_pb.Verdict, verdict: Verdict) -> None:
 
 
 def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_logprobs: bool) -> Verdict:
-    """Return the verdict and timing of a worker's answer, without log-probabilities of the prompt.
-
-    Those of the emitted tokens are ignored unless they were requested. Raises InternalError for invalid data.
-    """
+    """Return verdict and timing of an answer, but not of the prompt; InternalError if it is malformed."""
     message, timing = result.verdict, result.timing
     if message.next_token_id >= vocab_size:
         raise InternalError(f"the peer sent token {message.next_token_id}, allowed: below {vocab_size}")

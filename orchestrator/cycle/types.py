@@ -34,8 +34,7 @@ Draft = Proposal | DraftHere
 class Call:
     """The blocks sent to one worker in one cycle, and its answers.
 
-    Args:
-        parent: The `traceparent` of the blocks; None if the session is not sampled: no clock is read then.
+    Without `parent`, the `traceparent` of the blocks, the session is not sampled, and no clock is read.
     """
 
     __slots__ = ("_parent", "address", "began", "blocks", "ended", "error", "is_notice", "results")

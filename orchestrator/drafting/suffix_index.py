@@ -184,10 +184,7 @@ class SuffixIndex:
         return self._continuation(occurrences, length, min(depth, LENGTH_FACTOR * length))
 
     def _occurrences(self, context: array[int], slots: Sequence[int], shortest: int) -> tuple[list[int], int]:
-        """Return where the longest suffix of `LEVELS` occurred, latest first, and its length.
-
-        A block that does not have a suffix does not have the longer ones either.
-        """
+        """Return where the longest suffix of `LEVELS` occurred, latest first, and its length."""
         blocks, found_level = list(reversed(self._blocks)), -1
         for level, length in enumerate(LEVELS):
             if length < shortest:

@@ -122,16 +122,11 @@ def _has_mark(process: psutil.Process, cluster_id: str) -> bool:
         # psutil stops at the gap left by a process that changes its title, as Ray's processes do.
         return mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     except FileNotFoundError:  # no /proc on this system, or the process ended
-        return _environment(process).get(MARK) == cluster_id
+        with contextlib.suppress(psutil.Error, OSError):
+            return bool(process.environ().get(MARK) == cluster_id)
     except OSError:  # it belongs to another user
-        return False
-
-
-def _environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return dict(process.environ())
-    except (psutil.Error, OSError):
-        return {}
+        pass
+    return False
 
 
 def _signal_all(processes: list[psutil.Process], send: Callable[[psutil.Process], None]) -> None:

@@ -19,11 +19,7 @@ from orchestrator.text.tokenizer import Tokenizer
 
 
 class ReceiptIssuer:
-    """Signs receipts with the newest key of a file; of an empty one, none. `identities` are the targets'.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read, or has no private key.
-    """
+    """Signs receipts by the newest key of a file, if one is named; InvalidArgumentError if that has none."""
 
     def __init__(
         self,

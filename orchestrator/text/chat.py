@@ -182,11 +182,7 @@ def render(
     tools: Sequence[Mapping[str, Any]] = (),
     roles: Roles = Roles(),
 ) -> str:
-    """Return the prompt that a tokenizer's chat template makes of messages, adapted to the roles it renders.
-
-    Raises:
-        InvalidArgumentError: The model has no chat template, or the template refuses the messages or tools.
-    """
+    """Return the prompt that a chat template makes of messages; InvalidArgumentError if it refuses them."""
     if not tokenizer.chat_template:
         raise InvalidArgumentError("messages", "chat messages", "a prompt: the model has no chat template")
     options = {"tools": [dict(tool) for tool in tools]} if tools else {}

@@ -114,10 +114,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         return replace(proposal, worker=link.address)
 
     def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
-        """Return the lookahead proposal for this cycle's outcome, and notify the worker of its use.
-
-        After a malformed one the session leaves the worker, as after a malformed answer.
-        """
+        """Return the lookahead proposal for this cycle, and tell the worker, or leave a faulty one."""
         try:
             proposal = self._prepared.take(session.token_ids, shape)
         except GammarayError as error:

@@ -11,8 +11,6 @@ from gammaray.blocks import OLDEST_PROTOCOL, PROTOCOL
 from gammaray.errors import FailedPreconditionError, GammarayError, InvalidArgumentError
 from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
-from gammaray.v1 import draft_service_pb2 as draft_pb
-from gammaray.v1 import target_service_pb2 as target_pb
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import DRAFT, TARGET, WorkerInfo
 from orchestrator.workers.verifier import info_of
@@ -42,12 +40,8 @@ class Fleet:
         tls: TlsFiles | None = None,
     ) -> None:
         self._workers, self._vocab_size, self._vocab_sha256 = workers, vocab_size, vocab_sha256
-        self.targets: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerPool(
-            TARGET, self._check_target, tls
-        )
-        self.drafts: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerPool(
-            DRAFT, self._check_draft, tls
-        )
+        self.targets = WorkerPool(TARGET, self._check_target, tls)
+        self.drafts = WorkerPool(DRAFT, self._check_draft, tls)
         self._task: asyncio.Task[None] | None = None
         self._has_registry = True
 

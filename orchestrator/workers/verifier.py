@@ -173,10 +173,7 @@ def no_worker_error(
 
 
 class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult]):
-    """Verifies through a target worker, with failover to another one; implements the cycle's Verifier.
-
-    A verification may take `timeout_s`, without the tokens to read before it.
-    """
+    """Verifies through a target worker, within `timeout_s` after the prefill, else through another."""
 
     def __init__(
         self,

@@ -70,10 +70,7 @@ def route(
 
 
 def event_schema(names: Sequence[str], *, is_named: bool = False, end: str = "") -> dict[str, Any]:
-    """Return the schema of an event of a stream, whose data is one of the named components, or `end`.
-
-    An event has a name if `is_named`, else it may have an id.
-    """
+    """Return the schema of a stream's event: one of the named components, or `end`; by name or by id."""
     data: dict[str, Any] = {
         **TEXT,
         "contentMediaType": JSON,

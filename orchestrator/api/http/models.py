@@ -417,11 +417,7 @@ _Request = TypeVar("_Request", bound=RequestBody)
 
 
 def parse_body(model: type[_Request], body: bytes) -> _Request:
-    """Return the request in a body, in bounded time and memory; a large one takes tenths of a second.
-
-    Raises:
-        InvalidArgumentError: Names the first invalid field, or `body` if it is not a JSON object in UTF-8.
-    """
+    """Return the request in a body, in bounded time and memory; errors name the first invalid field."""
     payload = decode(body)
     if not isinstance(payload, dict):
         raise InvalidArgumentError("body", payload, "a JSON object")

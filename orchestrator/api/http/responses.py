@@ -198,10 +198,7 @@ class WholeLogprobs:
 
 @dataclass
 class ChoiceState:
-    """The accumulated output of one choice.
-
-    `add` accumulates what each last event needs, `keep` what only a whole response needs.
-    """
+    """The output of one choice: `add` collects what last events need, `keep` the rest of a whole response."""
 
     plan: ChoicePlan
     logprobs: LogprobFormat | None
@@ -359,11 +356,7 @@ class Response(ABC):
             state.calls.recall(tokens)
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Add a piece of choice `index` to a response that is sent whole.
-
-        Raises:
-            InvalidArgumentError: The response takes too much memory: token counts are known only now.
-        """
+        """Add a piece of choice `index` to a whole response; InvalidArgumentError if it gets too large."""
         chunk = self._add(index, chunk)
         self._num_bytes += self.states[index].keep(chunk)
         check_size([state.plan for state in self.states], self._num_bytes)
