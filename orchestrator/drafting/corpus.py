@@ -53,13 +53,6 @@ class _TenantIndex:
     def num_tokens(self) -> int:
         return self.index.num_blocks * BLOCK
 
-    def drop_erased(self) -> None:
-        """Drop the blocks in which no entry is left."""
-        while self.entries and self.entries[0].is_erased:
-            self.entries.popleft()
-        while self.entries and self.index.oldest_stop <= self.entries[0].start:
-            self.index.drop_oldest()
-
 
 @dataclass(eq=False)
 class _Entry:
@@ -172,7 +165,11 @@ class Corpus:
             self.forget(name)
 
     def _drop_erased(self, held: _TenantIndex) -> None:
-        held.drop_erased()
+        """Drop the blocks in which no entry is left, and an index without entries."""
+        while held.entries and held.entries[0].is_erased:
+            held.entries.popleft()
+        while held.entries and held.index.oldest_stop <= held.entries[0].start:
+            held.index.drop_oldest()
         if not held.entries:
             self._by_key.pop(held.key, None)
 

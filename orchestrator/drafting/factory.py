@@ -139,22 +139,15 @@ class Drafting:
         tests it. A past output of a request with the same seed does, so these methods do not use past
         outputs.
         """
-        allowed = request.drafter
-        is_any = allowed is DrafterKind.MODEL
-        corpus = None if _tests_distributions(request) else self.corpus
+        tests_drafts = request.verification.uses_draft_distributions and request.sampling.temperature > 0
         texts: list[TextDrafter] = []
-        if prediction and (is_any or allowed is DrafterKind.PREDICTION):
+        if prediction and request.drafter in (DrafterKind.MODEL, DrafterKind.PREDICTION):
             texts.append(PredictionDrafter(prediction))
-        if is_any or allowed is DrafterKind.SUFFIX:
-            texts.append(SuffixDrafter(corpus))
+        if request.drafter in (DrafterKind.MODEL, DrafterKind.SUFFIX):
+            texts.append(SuffixDrafter(None if tests_drafts else self.corpus))
         return texts
 
     def _max_nodes(self, request: GenerationRequest) -> int:
         """Return the upper bound of a proposal's nodes; only coupled verification takes trees."""
-        if request.verification is not VerificationMethod.COUPLED or not self._takes_trees:
-            return 0
-        return request.gamma.max_nodes
-
-
-def _tests_distributions(request: GenerationRequest) -> bool:
-    return request.verification.uses_draft_distributions and request.sampling.temperature > 0
+        allows_trees = request.verification is VerificationMethod.COUPLED and self._takes_trees
+        return request.gamma.max_nodes if allows_trees else 0

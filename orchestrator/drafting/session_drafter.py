@@ -75,9 +75,7 @@ class SessionDrafter:
         if self._fixed == 0:
             return Candidates()
         readiness = None if self._remote is None else self._remote.prepare(session)
-        model = None
-        if self._remote is not None and readiness is Readiness.READY:
-            model = self._remote.kind
+        model = self._remote.kind if self._remote is not None and readiness is Readiness.READY else None
         if forced := self._num_forced(session):
             return Candidates(num_forced=forced)
         is_alone = self._fixed is not None and model is not None and not self._has_prediction
@@ -88,15 +86,14 @@ class SessionDrafter:
         """Return what the text drafters find after the committed tokens; at most one match of each."""
         if self._position != session.num_committed:
             self._position = session.num_committed
-            forced = None if self._grammar is None else self._grammar.look_up(session, self._max_gamma)
-            found = [text.look_up(session, self._max_gamma) for text in self._texts]
+            grammar, depth = self._grammar, self._max_gamma
+            forced = None if grammar is None else grammar.look_up(session, depth)
+            found = [text.look_up(session, depth) for text in self._texts]
             self._matches = [match for match in found if match is not None]
             if forced is not None:
                 self._matches = [forced]
-            elif self._grammar is not None:
-                completed = (
-                    self._grammar.completed(session, match, self._max_gamma) for match in self._matches
-                )
+            elif grammar is not None:
+                completed = (grammar.completed(session, match, depth) for match in self._matches)
                 self._matches = [match for match in completed if match is not None]
         return self._matches
 

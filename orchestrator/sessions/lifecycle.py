@@ -192,11 +192,10 @@ class OpenSession:
         for start in range(self.offset, len(tokens), REPLAY_TOKENS):
             piece = tokens[start : start + REPLAY_TOKENS]
             session.commit([token_id for token_id, _, _ in piece])
-            is_last = start + len(piece) == len(tokens)
-            if not (is_last and self.ended):
-                yield progress.piece(piece, session.text.take(final=False))
-            else:
+            if self.ended and start + len(piece) == len(tokens):
                 yield self._last(progress, piece)
+            else:
+                yield progress.piece(piece, session.text.take(final=False))
             await asyncio.sleep(0)
         if session.num_emitted != len(tokens):
             raise InternalError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +75,10 @@ class StoreBounds:
     async def _derive(self) -> int:
         if time.monotonic() >= self._read_at:
             self._read_at = time.monotonic() + READ_PERIOD_S
-            try:
+            # Redis is unreachable, so the next call fails, or an ACL forbids INFO.
+            with suppress(GammarayError):
                 memory = await answer(self._redis.info("memory"))
                 self._derived = int(memory.get("maxmemory", 0)) // 2 or DEFAULT_TOTAL
-            except GammarayError:  # Redis is unreachable, so the next call fails, or an ACL forbids INFO
-                pass
         return self._derived
 
 

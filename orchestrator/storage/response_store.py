@@ -132,9 +132,8 @@ class ResponseStore:
 
     async def read(self, name: str) -> StoredResponse:
         """Return a response, or raise NotFoundError."""
-        found: list[Any] = await answer(
-            self._redis.hmget(self._keys.response(name)[0], ["input", "response"])
-        )
+        key = self._keys.response(name)[0]
+        found: list[Any] = await answer(self._redis.hmget(key, ["input", "response"]))
         if found[0] is None or found[1] is None:
             raise NotFoundError(f"no response {name_of(name)}", "response")
         return StoredResponse(*found)

@@ -223,11 +223,8 @@ class RedisStore:
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
         digest = digest_of(packed)
-        keys = [
-            *self._keys.of(name),
-            *self._keys.request(name, digest),
-            *self._keys.request(name, before.digest),
-        ]
+        keys = [*self._keys.of(name), *self._keys.request(name, digest)]
+        keys += self._keys.request(name, before.digest)
         args = [uuid.uuid4().hex, *await self._bounds.of(name), packed, room_of(session)]
         args += [before.epoch, before.digest, *fields_of(session)]
         epoch = await self._admitted(self._next_turn, name, keys, [*self._common(name, digest), *args])
@@ -305,9 +302,8 @@ class RedisStore:
     async def cancel(self, session_id: str) -> int:
         """Cancel the session's turn unless it has ended; return its epoch: no more commits are accepted."""
         args = self._common(session_id, "")
-        return _checked(
-            int(await answer(self._cancel(keys=self._keys.of(session_id), args=args))), session_id
-        )
+        epoch = await answer(self._cancel(keys=self._keys.of(session_id), args=args))
+        return _checked(int(epoch), session_id)
 
     async def read(self, session_id: str, before: StoredSession | None = None) -> StoredSession:
         """Return a session; the request of an earlier state, `before`, is not read again.
@@ -352,12 +348,9 @@ class RedisStore:
     async def recent(self, tenant: str, limit: int) -> list[SessionInfo]:
         """Return a tenant's sessions, most recently active first; tokens are not read."""
         found: list[SessionInfo] = []
-        names = [
-            _text(name)
-            for name in await answer(self._redis.zrevrange(self._keys.index(tenant), 0, limit - 1))
-        ]
+        names = await answer(self._redis.zrevrange(self._keys.index(tenant), 0, limit - 1))
         for start in range(0, len(names), LIST_PAGE):
-            found += await self._summaries(names[start : start + LIST_PAGE])
+            found += await self._summaries([_text(name) for name in names[start : start + LIST_PAGE]])
         return found
 
     async def exist(self, session_ids: Sequence[str]) -> list[bool]:

@@ -297,7 +297,6 @@ def _add_models(app: FastAPI, backend: Backend) -> None:
     started_at = int(time.time())
 
     def model(name: str) -> Model:
-        base = backend.model_name
         described: Model = {
             "id": name,
             "object": "model",
@@ -309,7 +308,7 @@ def _add_models(app: FastAPI, backend: Backend) -> None:
                 "drafters": backend.drafters,
             },
         }
-        return described if name == base else {**described, "parent": base}
+        return described if name == backend.model_name else {**described, "parent": backend.model_name}
 
     def names() -> list[str]:
         return [backend.model_name, *backend.adapters]
