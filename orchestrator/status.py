@@ -33,9 +33,7 @@ ENTRY_S = 5.0
 """TTL of a registry entry that is not renewed: the entry of a crashed orchestrator expires after this."""
 
 CALL_TIMEOUT_S = 1.0
-"""Timeout of calls to the registry, so that they delay neither a status call nor a shutdown."""
-
-TIMEOUT_S = 1.0
+"""Timeout of calls to Redis, so that they delay neither a status call nor a shutdown."""
 
 
 class Presence:
@@ -157,7 +155,7 @@ class StatusBoard:
     async def _redis_status(self) -> ProcessStatus:
         address = address_of(self._redis)
         try:
-            info = await asyncio.wait_for(answer(self._redis.info("server")), TIMEOUT_S)
+            info = await asyncio.wait_for(answer(self._redis.info("server")), CALL_TIMEOUT_S)
         except (GammarayError, asyncio.TimeoutError):
             return ProcessStatus("redis", 0, address, "", False, 0)
         return ProcessStatus("redis", int(info.get("process_id", 0)), address, "", True, 0)

@@ -90,8 +90,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         if readiness is Readiness.ABSENT or self._link is None:
             raise UnavailableError("no draft worker can be used now")
         link = self._link
-        prepared = self._take_prepared(session, link, shape)
-        if prepared is not None:
+        if (prepared := self._take_prepared(session, link, shape)) is not None:
             return prepared
         asked = self._expect(session, link, shape)
         if asked.depth <= 0:

@@ -78,12 +78,10 @@ class Fleet:
         return sorted({name for link in self.targets.links.values() for name in info_of(link).adapters})
 
     def release(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
-        """Release a session on all workers, except caches of newer epochs; returns at once.
+        """Release a session on all workers, except caches of newer epochs (0: of any); returns at once.
 
-        Args:
-            epoch: Epoch of the releasing owner; 0 for any.
-            forget: Workers drop all its caches, also released ones; otherwise these may serve other sessions
-                with the same prefix.
+        With `forget` workers drop all its caches, also released ones, which otherwise may serve other
+        sessions with the same prefix.
         """
         for links in (self.targets.links, self.drafts.links):
             for link in links.values():
