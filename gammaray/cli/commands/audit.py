@@ -139,8 +139,7 @@ def audit(url: str, **options: Any) -> None:
         *(Spent(options["max_tokens_total"]), options["timeout_s"], options["fields"]),
     )
     subject = Subject(server, None, prompts, options["alpha"], options["seed"])
-    names = ("reference", "reference_draft")
-    others = [(options[name], os.path.isdir(options[name])) for name in names]
+    others = [(options[name], os.path.isdir(options[name])) for name in ("reference", "reference_draft")]
     interrupted: BaseException | None = None
     try:
         asyncio.run(_run(subject, options["checks"], others))
