@@ -40,17 +40,11 @@ _MAX_TIMEOUT_S = 7 * 86_400.0
 
 @dataclass(frozen=True)
 class ChatPiece:
-    """A piece of an answer.
-
-    Args:
-        text: Its text.
-        finish_reason: In the last piece: why the answer ended.
-        speculation: In the last piece: the response object `gammaray`.
-    """
+    """A piece of an answer."""
 
     text: str
-    finish_reason: str | None = None
-    speculation: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None  # in the last piece: why the answer ended
+    speculation: dict[str, Any] = field(default_factory=dict)  # in the last piece: the object `gammaray`
 
 
 class Chat:

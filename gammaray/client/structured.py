@@ -37,7 +37,7 @@ class OutputOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class OutputForm:
-    """The form of a completion: the option that asks for it, empty for any text, and the option's value."""
+    """The form of a completion."""
 
     name: str = ""  # option that asks for it; empty for any text
     value: Any = None
