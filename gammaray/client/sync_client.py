@@ -130,6 +130,7 @@ class Client:
     wait_ready = _blocking(AsyncClient.wait_ready)
 
     def close(self) -> None:
+        """Close the connection; completions in flight are cancelled."""
         if self._is_closed:
             return
         self._run(self._client.close())

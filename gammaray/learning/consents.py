@@ -23,7 +23,7 @@ Consent = Literal["own", "shared"]
 
 
 class Consents(BaseModel):
-    """The tenants that agreed. What is learnt notes the numbers of the consents that it rests on."""
+    """The tenants that agreed. Streams and versions carry the numbers of the consents that allow them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,7 +60,7 @@ class Consents(BaseModel):
         return self.model_copy(update={"tenants": {**self.tenants, tenant: to}})
 
     def without(self, tenant: str) -> Consents:
-        """Return these with a consent withdrawn, and the deletions pending; that of "" begins anew."""
+        """Return the consents without a tenant's, whose deletions are pending; that of "" begins anew."""
         return Consents(
             tenants={name: to for name, to in self.tenants.items() if name != tenant},
             numbers={**self.numbers, tenant: self.generation + 1},

@@ -139,13 +139,13 @@ class DrafterState(BaseModel):
         return self.versions[-1].number if self.versions else 0
 
     def with_status(self, number: int, status: Status, reason: str = "") -> DrafterState:
-        """Return these with another status of one version."""
+        """Return the state with another status of one version."""
         changed = self.version(number).model_copy(update={"status": status, "reason": reason})
         versions = tuple(changed if one.number == number else one for one in self.versions)
         return self.model_copy(update={"versions": versions})
 
     def with_stable(self, number: int) -> DrafterState:
-        """Return these with another stable version; the one before becomes a former one."""
+        """Return the state with another stable version; the one before becomes a former one."""
         changed = self
         if self.stable and self.version(self.stable).status == "stable":
             changed = changed.with_status(self.stable, "former")
@@ -171,7 +171,7 @@ class DrafterState(BaseModel):
         return numbers.union(ended[-FORMER:]) - {0}
 
     def bounded(self) -> DrafterState:
-        """Return these without the oldest ones whose weights are not kept."""
+        """Return the state without the oldest versions whose weights are not kept."""
         kept, found = self.kept(), self
         for one in self.versions:
             if one.number not in kept and one.status in ("former", "rolled back"):

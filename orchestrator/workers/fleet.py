@@ -69,12 +69,12 @@ class Fleet:
 
     @property
     def identities(self) -> set[str]:
-        """Model identities of the targets, also of those that are away for a moment."""
+        """Model identities of the targets, also of those whose link is down."""
         return {info_of(link).model_identity for link in self.targets.links.values()}
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the LoRA adapters that targets serve, also of those that are away for a moment."""
+        """Names of the LoRA adapters that targets serve, also of those whose link is down."""
         return sorted({name for link in self.targets.links.values() for name in info_of(link).adapters})
 
     def release(self, session_id: str, epoch: int, *, forget: bool = False) -> None:

@@ -70,7 +70,7 @@ def route(
 
 
 def event_schema(names: Sequence[str], *, is_named: bool = False, end: str = "") -> dict[str, Any]:
-    """Return the schema of a stream's event: one of the named components, or `end`; by name or by id."""
+    """Return the schema of a stream's event: one of the named components or, at the end, `end`."""
     data: dict[str, Any] = {
         **TEXT,
         "contentMediaType": JSON,

@@ -417,7 +417,10 @@ _Request = TypeVar("_Request", bound=RequestBody)
 
 
 def parse_body(model: type[_Request], body: bytes) -> _Request:
-    """Return the request in a body, in bounded time and memory; errors name the first invalid field."""
+    """Return the request in a body, in bounded time and memory; errors name the first invalid field.
+
+    A large body may take a few tenths of a second: call this in a thread.
+    """
     payload = decode(body)
     if not isinstance(payload, dict):
         raise InvalidArgumentError("body", payload, "a JSON object")
