@@ -39,6 +39,7 @@ class EngineFacts:
     serves: Values = field(default_factory=dict)  # values of settings that it serves
     deterministic: Values = field(default_factory=dict)  # the same in deterministic mode
     takes_trees: bool = True  # verifies trees of proposals
+    drafts_otherwise: bool = True  # with other vocabularies, parallel models, or layers of the target
     learns_by_tenant: bool = True  # trains a head of its own for each tenant's streams
     checks_receipts: bool = True  # by computing given rows outside of serving
     health_timeout_s: float = 10.0  # of a worker's health check, in which its code may block the loop
@@ -71,6 +72,7 @@ VLLM = EngineFacts(
     serves={"draft_weights": ("auto",)},
     deterministic={"device": ("auto", "cuda")},  # vLLM's batch-invariant mode is for GPUs
     takes_trees=False,
+    drafts_otherwise=False,
     learns_by_tenant=False,
     checks_receipts=False,  # its scheduler has no forward of given rows
     # Its Python code and what it compiles run beside the event loop for longer than other engines' forwards.

@@ -44,8 +44,8 @@ def grammar_identity() -> str:
 class GrammarCompiler:
     """Checks and compiles grammars for one tokenizer, in the format of `tokenizers`. Thread-safe.
 
-    Each completion has a compiled grammar of its own: copies of one (`LLMatcher.deep_copy`) share a lexer, its
-    limits and its errors. Without `eos_token_ids` llguidance looks for the end-of-sequence tokens.
+    Each completion has a compiled grammar of its own: copies (`LLMatcher.deep_copy`) share a lexer, with its
+    limits and errors. Without `eos_token_ids` llguidance looks for the end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:

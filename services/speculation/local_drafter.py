@@ -10,7 +10,7 @@ and asks for it. `prepare` drafts in that time; `draft` then reads what is there
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_int32
 from dataclasses import replace
 
@@ -44,9 +44,11 @@ class TargetHead:
 
     Attributes:
         taps: The hidden states of the target that `take` expects, by the ids of `Engine.tap`.
+        first_tokens: Counts of first tokens by arm and outcome, of a head that learns.
     """
 
     taps: Sequence[int] = ()
+    first_tokens: Mapping[tuple[str, str], int] | None = None
 
     def close(self) -> None:
         """End what runs beside the sessions."""
