@@ -55,7 +55,7 @@ CheckModel = Callable[[str, str, float], Awaitable[None]]
 
 
 class ContextLengthError(InvalidArgumentError):
-    """A prompt of the `size`, in words, leaves no room for a token in a context of `max_context`."""
+    """A prompt leaves no room for a token in a context of `max_context`; `size` is its length in words."""
 
     def __init__(self, field: str, num_tokens: int, max_context: int, *, is_least: bool = False) -> None:
         self._num_tokens, self._is_least, self.max_context = num_tokens, is_least, max_context

@@ -33,7 +33,7 @@ class RedisTraceStore:
         self._record = BatchedScript(redis, scripts.RECORD)
 
     async def append(self, session_id: str, epoch: int, records: bytes) -> bool:
-        """Append records as the owner of an epoch; return whether session and bounds let them be stored."""
+        """Append records as the owner of an epoch; return False if the session is gone or a bound is hit."""
         bounds = [round(bound * SHARE) for bound in await self._bounds.of(session_id)]
         args = [session_id, "", self._ttl_ms, 0, epoch, records, *bounds]
         result = scripts.AGAIN

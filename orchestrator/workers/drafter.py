@@ -113,7 +113,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         return replace(proposal, worker=link.address)
 
     def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
-        """Return the lookahead proposal for this cycle, and tell the worker, or leave a faulty one."""
+        """Return the lookahead proposal for this cycle and notify the worker; a faulty worker is left."""
         try:
             proposal = self._prepared.take(session.token_ids, shape)
         except GammarayError as error:

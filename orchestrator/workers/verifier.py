@@ -170,7 +170,7 @@ def no_worker_error(
 
 
 class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult]):
-    """Verifies through a target worker, within `timeout_s` after the prefill, else through another."""
+    """Verifies through a target worker; after `timeout_s`, prefill not counted, through another."""
 
     def __init__(
         self,
