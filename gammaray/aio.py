@@ -48,7 +48,7 @@ def num_cancellations() -> int:
 
 
 class BackgroundTasks:
-    """Work that goes on after its caller returned; `failure` heads the log of a GammarayError."""
+    """Work that goes on after its caller returned; logs start with `failure` if it fails."""
 
     def __init__(self, log: logging.Logger, failure: str) -> None:
         self._log, self._failure = log, failure

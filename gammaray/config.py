@@ -201,7 +201,7 @@ class _Settings(BaseSettings):
 
 
 def settings_error(error: ValidationError, settings: type[BaseModel] | None = None) -> InvalidArgumentError:
-    """Convert the first failure of a validation; of an unknown field, `settings` tells the nearest one."""
+    """Convert the first failure of a validation; `settings` has the names to suggest for an unknown one."""
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     own = _OWN_MESSAGE.fullmatch(first["msg"])

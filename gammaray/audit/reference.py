@@ -58,7 +58,7 @@ async def check_probabilities(subject: Subject) -> CheckResult:
 
 
 def judged(compared: Sequence[tuple[float, Token, float]], whose: str, curl: str) -> CheckResult:
-    """Return what differences say: `compared` has each, its token, and the log-probability in the pass."""
+    """Return the result for differences, each with its token and the reference's log-probability."""
     count = len(compared)
     mean = sum(abs(difference) for difference, _, _ in compared) / count
     difference, token, theirs = max(compared, key=lambda one: abs(one[0]))

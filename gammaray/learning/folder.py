@@ -244,7 +244,7 @@ class DrafterFolder:
         return self._change(end).stable
 
     def pin(self, number: int) -> None:
-        """Make a version stable (0: that of the start), and publish no other until `unpin`."""
+        """Make a version stable whose weights exist (0: the start's); publish no other until `unpin`."""
 
         def pin(found: DrafterState) -> DrafterState:
             if number and (one := found.version(number)).status in ("retired", "deleted"):

@@ -102,7 +102,7 @@ def fill_verdict(message: target_pb.Verdict, verdict: Verdict) -> None:
 
 
 def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_logprobs: bool) -> Verdict:
-    """Return verdict and timing of an answer, but not of the prompt; InternalError if it is malformed."""
+    """Return the verdict of an answer, less the prompt's log-probabilities; InternalError if malformed."""
     message, timing = result.verdict, result.timing
     if message.next_token_id >= vocab_size:
         raise InternalError(f"the peer sent token {message.next_token_id}, allowed: below {vocab_size}")

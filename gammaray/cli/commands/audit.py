@@ -175,7 +175,7 @@ class _Teller:
 
 
 async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[str, bool]]) -> None:
-    """Run an audit. Reference and drafter are a URL, a directory or empty, and whether it is a directory."""
+    """Run an audit; `others` are reference and drafter: each its place, and whether it is a directory."""
     errors = Console(stderr=True)
     bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors)
     bar.live.transient = True

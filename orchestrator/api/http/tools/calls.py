@@ -54,10 +54,15 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model calls tools."""
+    """Whether the model calls tools.
 
-    mode: ChoiceMode  # "none": it does not; "auto": as it likes; "required": it does
-    name: str = ""  # with "required": the only tool that it may call; empty for all
+    Args:
+        mode: "none": it does not; "auto": as it likes; "required": it does.
+        name: With "required": the only tool that it may call; empty for all.
+    """
+
+    mode: ChoiceMode
+    name: str = ""
 
 
 @dataclass(frozen=True)
