@@ -75,10 +75,8 @@ class _Outputs:
 class Corpus:
     """Past outputs, shared by the sessions of a replica; implements TextDrafter for all of them.
 
-    Args:
-        max_tokens: Upper bound of tokens in all. Memory is taken in blocks of `BLOCK` tokens of 24 bytes.
-        tenant_share: Share of these that one tenant may have, where keys name tenants.
-        ttl_s: Seconds until the outputs of a session are dropped, from its last turn on.
+    Of at most `max_tokens`, in blocks of `BLOCK` tokens of 24 bytes, one tenant may have `tenant_share` where
+    keys name tenants. The outputs of a session are dropped `ttl_s` after its last turn.
     """
 
     kind = DrafterKind.SUFFIX

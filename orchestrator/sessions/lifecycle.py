@@ -124,10 +124,8 @@ async def open_session(
     """Return the session of a checked request: prompt tokenised, seed drawn, length clipped to the context.
 
     Its name is qualified with the caller's tenant. The prompt is appended to `before`, the tokens of earlier
-    turns; `seed` is their seed, used if the request has none.
-
-    Raises:
-        InvalidArgumentError: The prompt has no token, or is too long, also for its log-probabilities.
+    turns; `seed` is their seed, used if the request has none. InvalidArgumentError if there is no token, or
+    there are too many, also for log-probabilities.
     """
     if isinstance(request.prompt, str):  # tokenising takes some hundred bytes of memory per byte
         check_prompt_length(len(before) + tokenizer.min_tokens(request.prompt), max_context, is_least=True)

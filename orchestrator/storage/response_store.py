@@ -107,12 +107,7 @@ class ResponseStore:
         self._ending = BackgroundTasks(_log, "the end of a response could not be stored")
 
     async def create(self, name: str, stored: StoredResponse, room: int) -> None:
-        """Store a response that begins, and reserve `room` bytes; `name` is qualified and new.
-
-        Raises:
-            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
-            InvalidArgumentError: The response alone exceeds that bound.
-        """
+        """Store a new response and reserve `room` bytes; errors are those of `StoreBounds.admitted`."""
         args = [*self._common(name), *await self._bounds.of(name), stored.input, stored.response, room]
         keys = self._keys.response(name)
         field = "max_output_tokens" if room > len(stored.input) else "input"

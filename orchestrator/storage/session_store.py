@@ -200,8 +200,7 @@ class RedisStore:
 
         Raises:
             FailedPreconditionError: A session with this name exists.
-            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
-            InvalidArgumentError: The request alone may exceed that bound.
+            GammarayError: As `StoreBounds.admitted`.
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
         digest = digest_of(packed)
@@ -218,8 +217,7 @@ class RedisStore:
         Raises:
             FailedPreconditionError: The session has changed since `before` was read.
             NotFoundError: The session was deleted or has expired.
-            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
-            InvalidArgumentError: The request alone may exceed that bound.
+            GammarayError: As `StoreBounds.admitted`.
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
         digest = digest_of(packed)

@@ -375,8 +375,7 @@ class Response(ABC):
     def pieces(self, index: int, chunk: Chunk, options: StreamOptions) -> list[dict[str, Any]]:
         """Add a piece of choice `index`; return its events, the choice's opening first; maybe none.
 
-        Raises:
-            InvalidArgumentError: The prompts so far have too many log-probabilities for one response.
+        InvalidArgumentError if the prompts so far have too many log-probabilities for one response.
         """
         state = self.states[index]
         events = self._piece_events(state, self._add(index, chunk), options)

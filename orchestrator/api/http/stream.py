@@ -330,10 +330,8 @@ def _sse(event: Mapping[str, Any], *, is_padded: bool = False) -> bytes:
 def sse_pieces(data: Iterable[bytes], fields: str = "", *, is_padded: bool = False) -> list[bytes]:
     """Return the event of a JSON object, given in pieces, that has at least one field.
 
-    Args:
-        fields: Lines of further fields of the event, such as its id.
-        is_padded: Whether a last field `obfuscation` of random characters pads the event to a multiple of
-            EVENT_BYTES.
+    `fields` are lines of the event, such as its id. If it `is_padded`, a last field `obfuscation` of random
+    characters pads it to a multiple of EVENT_BYTES.
     """
     head = f"{fields}data: ".encode()
     if not is_padded:

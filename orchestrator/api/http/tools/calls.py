@@ -145,9 +145,8 @@ def plan_calls(
 ) -> CallPlan | None:
     """Return the plan of a request's tools; None if no tool can be called.
 
-    Args:
-        choice: None: "auto" if there are tools.
-        is_parallel: Whether a message may have several calls. One of a named tool has one, as OpenAI's has.
+    Without a `choice` it is "auto" if there are tools. A message may have several calls if `is_parallel`, but
+    one of a named tool, as with OpenAI.
     """
     choice = choice or ToolChoice("auto")
     if not tools or choice.mode == "none":
