@@ -71,7 +71,10 @@ class GrammarCheck:
 
 
 class CheckPool:
-    """Up to `num_processes` processes that check grammars for one tokenizer; thread-safe, started on need."""
+    """Up to `num_processes` processes, started when needed, that check grammars for one tokenizer.
+
+    Thread-safe. `tokenizer_json` is in the format of `tokenizers`.
+    """
 
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int], num_processes: int = 2

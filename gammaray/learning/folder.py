@@ -244,7 +244,7 @@ class DrafterFolder:
         return self._change(end).stable
 
     def pin(self, number: int) -> None:
-        """Make a version stable whose weights exist (0: the start's); publish no other until `unpin`."""
+        """Make a version stable (0: the drafter of the start), and publish no other one until `unpin`."""
 
         def pin(found: DrafterState) -> DrafterState:
             if number and (one := found.version(number)).status in ("retired", "deleted"):
@@ -304,7 +304,7 @@ class LearningFolder:
         self.path = path
 
     def secure(self) -> None:
-        """Make the folder, for its owner alone; InvalidArgumentError if it has other things or owners."""
+        """Make the folder, for its owner alone; InvalidArgumentError for other contents or another owner."""
         allowed = "a folder of this user that is new, empty, or for its owner alone (0700)"
         try:
             names = {one.name for one in make_folder(self.path).iterdir()} - {"lost+found"}
