@@ -48,11 +48,7 @@ def num_cancellations() -> int:
 
 
 class BackgroundTasks:
-    """Work that goes on after its caller returned; a GammarayError of it is logged.
-
-    Args:
-        failure: What failed then.
-    """
+    """Work that goes on after its caller returned; logs start with `failure` if it fails."""
 
     def __init__(self, log: logging.Logger, failure: str) -> None:
         self._log, self._failure = log, failure

@@ -32,6 +32,80 @@ REDIS_PREFIX = "gammaray"
 
 _FORM = re.compile(r"(\d+)(?::(\d+))?")
 
+MAX_ADAPTERS = 32
+"""Most adapters of a target: each has a place in the memory of its GPUs."""
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+_OWN_MESSAGE = re.compile(r"(?:Value error, )?got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
+# Description of allowed values by pydantic error type; braces are filled from the error's context.
+_ALLOWED = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "a mapping",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer of fewer digits",
+    "int_type": "an integer",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+    "missing": "a value; it is required",
+    "string_pattern_mismatch": "a text that matches {pattern}",
+    "string_too_short": "a text of at least {min_length} character",
+    "string_type": "a text",
+}
+
+METRICS_PORT = 9464
+"""Metrics port (OpenTelemetry's default) where each process has its own network address, as in a pod."""
+
+_HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
+"""Comma-separated host names without ports; a leading dot matches all subdomains, an asterisk everything."""
+
+_ORIGINS = r"^( *(\*|[a-z][a-z0-9+.-]*://[^\s,/*]+) *(,|$))*$"
+"""Comma-separated origins, as browsers send them, or an asterisk for all."""
+
+REPEATABLE: dict[str, JsonValue] = {"repeatable": True}
+"""Marks a field whose option may be repeated; its values are joined by commas."""
+
+Engine = Literal["auto", "vllm", "native", "transformers"]
+Weights = Literal["auto", "int8"]
+
+_ENGINE = (
+    "What computes the models: vllm; native, the compiled CPU kernel; transformers, the model's own layers. "
+    "auto: vllm where it is installed and there is a GPU, else native where the kernel covers the model, "
+    "else transformers."
+)
+_DETERMINISM = (
+    "Bit-identical logits whatever the batch and gamma: on a CPU in float32, of models that the compiled "
+    "kernel covers; with vLLM on GPUs its batch-invariant mode."
+)
+_DRAFT_WEIGHTS = (
+    "Weights of the draft model or EAGLE head: int8 is quantised at load, which changes acceptance and "
+    "speed, not the text; it needs the compiled CPU kernel. auto: as dtype."
+)
+_HEAD = (
+    "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE-3 head, "
+    "which reads the target's hidden states, or of a draft model; with vLLM also an EAGLE, Medusa or DFlash "
+    "head, or mtp: the target's own layers for this; empty: nothing."
+)
+_LEARN = (
+    "Folder in which target workers train new versions of their head while they serve; with API keys only "
+    "from streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
+)
+_LORA = (
+    "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
+    "option is repeated. A request whose `model` is NAME is served with it; only with vLLM as the engine."
+)
+
+NO_KEYS = "none"
+"""Value of the setting `api_keys_file` with which a cluster serves other machines without keys."""
+
 
 class PoolSize:
     """Bounds of the number of workers, written as `N` or `MIN:MAX`.
@@ -88,12 +162,6 @@ class PoolSize:
         )
 
 
-MAX_ADAPTERS = 32
-"""Most adapters of a target: each has a place in the memory of its GPUs."""
-
-_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
-
-
 def parse_adapters(text: str) -> dict[str, str]:
     """Return the directories by name of a text such as `sql=/models/sql,legal=/models/legal`.
 
@@ -117,73 +185,7 @@ def _checked_adapters(text: str) -> str:
     return text
 
 
-_OWN_MESSAGE = re.compile(r"(?:Value error, )?got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
-# Description of allowed values by pydantic error type; braces are filled from the error's context.
-_ALLOWED = {
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "dict_type": "a mapping",
-    "finite_number": "a finite number",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "greater_than": "a number above {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "int_from_float": "an integer",
-    "int_parsing": "an integer",
-    "int_parsing_size": "an integer of fewer digits",
-    "int_type": "an integer",
-    "less_than": "a number below {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "literal_error": "{expected}",
-    "missing": "a value; it is required",
-    "string_pattern_mismatch": "a text that matches {pattern}",
-    "string_too_short": "a text of at least {min_length} character",
-    "string_type": "a text",
-}
-
-METRICS_PORT = 9464
-"""Metrics port (OpenTelemetry's default) where each process has its own network address, as in a pod."""
-
-_HOST_NAMES = r"^( *(\*|\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*) *(,|$))*$"
-"""Comma-separated host names without ports; a leading dot matches all subdomains, an asterisk everything."""
-
-_ORIGINS = r"^( *(\*|[a-z][a-z0-9+.-]*://[^\s,/*]+) *(,|$))*$"
-"""Comma-separated origins, as browsers send them, or an asterisk for all."""
-
-REPEATABLE: dict[str, JsonValue] = {"repeatable": True}
-"""Marks a field whose option may be repeated; its values are joined by commas."""
-
 Lora = Annotated[str, AfterValidator(_checked_adapters)]
-
-Engine = Literal["auto", "vllm", "native", "transformers"]
-Weights = Literal["auto", "int8"]
-
-_ENGINE = (
-    "What computes the models: vllm; native, the compiled CPU kernel; transformers, the model's own layers. "
-    "auto: vllm where it is installed and there is a GPU, else native where the kernel covers the model, "
-    "else transformers."
-)
-_DETERMINISM = (
-    "Bit-identical logits whatever the batch and gamma: on a CPU in float32, of models that the compiled "
-    "kernel covers; with vLLM on GPUs its batch-invariant mode."
-)
-_DRAFT_WEIGHTS = (
-    "Weights of the draft model or EAGLE head: int8 is quantised at load, which changes acceptance and "
-    "speed, not the text; it needs the compiled CPU kernel. auto: as dtype."
-)
-_HEAD = (
-    "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE-3 head, "
-    "which reads the target's hidden states, or of a draft model; with vLLM also an EAGLE, Medusa or DFlash "
-    "head, or mtp: the target's own layers for this; empty: nothing."
-)
-_LEARN = (
-    "Folder in which target workers train new versions of their head while they serve; with API keys only "
-    "from streams of tenants that `gammaray drafters allow` names; empty: nothing is kept or learnt."
-)
-_LORA = (
-    "NAME=DIR of a LoRA adapter of the target, in PEFT's format; several are separated by commas, or the "
-    "option is repeated. A request whose `model` is NAME is served with it; only with vLLM as the engine."
-)
 
 
 class _Settings(BaseSettings):
@@ -199,11 +201,7 @@ class _Settings(BaseSettings):
 
 
 def settings_error(error: ValidationError, settings: type[BaseModel] | None = None) -> InvalidArgumentError:
-    """Convert the first failure of a validation to an error that names the field.
-
-    Args:
-        settings: The validated class; for an unknown field the error suggests the nearest one of it.
-    """
+    """Convert the first failure of a validation; `settings` has the names to suggest for an unknown one."""
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     own = _OWN_MESSAGE.fullmatch(first["msg"])
@@ -235,7 +233,6 @@ class _ModelSettings(_Settings):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What is asked of the engine, see `gammaray.engines`."""
         return dict(self)
 
     @model_validator(mode="after")
@@ -265,10 +262,6 @@ class _TargetModelSettings(_ModelSettings):
         if self.learn and not self.head:
             raise InvalidArgumentError("learn", self.learn, "empty without a head, which alone learns")
         return self
-
-
-NO_KEYS = "none"
-"""Value of the setting `api_keys_file` with which a cluster serves other machines without keys."""
 
 
 class _AccessSettings(_Settings):

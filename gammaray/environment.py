@@ -38,12 +38,8 @@ def check_environment(
 ) -> None:
     """Check that gammaray knows every variable whose name begins with `PREFIX`.
 
-    Variables that Kubernetes sets for a Service named gammaray or gammaray-* are ignored.
-
-    Args:
-        known_variables: Returns the names of all variables that gammaray reads or sets. Called only if there
-            is a variable outside `OTHER_VARIABLES`, since importing the settings is slow.
-        environment: The environment to check; None: that of this process.
+    Variables that Kubernetes sets for a Service named gammaray or gammaray-* are ignored. `known_variables`
+    is called only if there is one outside `OTHER_VARIABLES`, since importing the settings is slow.
 
     Raises:
         InvalidArgumentError: Names the unknown variable and the nearest known one, but not its value.

@@ -83,12 +83,7 @@ class InvalidArgumentError(GammarayError):
 
 
 class NotFoundError(GammarayError):
-    """No such model or session.
-
-    Args:
-        message: What is missing.
-        kind: "model" or "session"; "" on clients.
-    """
+    """No such model or session: the `kind`, which is empty on clients."""
 
     status = grpc.StatusCode.NOT_FOUND
     http_status = 404

@@ -71,11 +71,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters of values by field name; checks only kind and size of collections.
-
-        Raises:
-            InvalidArgumentError: A value is no list or mapping where it must be, or has too many entries.
-        """
+        """Return the parameters of values by name; checks only kind and size of collections."""
         copied = dict(values)
         for name, rule in _COLLECTIONS.items():
             if name in copied:
@@ -83,11 +79,7 @@ class SamplingParams:
         return cls(**copied)
 
     def validate(self, vocab_size: int | None = None) -> None:
-        """Check every field, and token ids against `vocab_size` when it is given.
-
-        Raises:
-            InvalidArgumentError: Names the first invalid field, its value and what is allowed.
-        """
+        """Check every field, and token ids against a given `vocab_size`; errors name the first wrong one."""
         for name, rule in SAMPLING_RULES.items():
             rule.check(name, getattr(self, name), vocab_size)
 

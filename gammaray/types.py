@@ -38,6 +38,19 @@ __all__ = [
     "check_prompt_logprobs",
 ]
 
+MAX_GAMMA = 64
+MAX_NODES = 256
+MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**20
+"""Upper bound of a prompt's log-probabilities: number of tokens x (requested alternatives + 1)."""
+
+MAX_CACHE_SALT = 64
+MAX_STOP = 16
+MAX_STOP_TOKEN_IDS = 4096
+MAX_PREDICTION = 2**16
+"""Longest prediction, in characters or token ids: about 16,000 tokens, the longest output of OpenAI's models
+that take one. It is stored with the session and read again in each turn that is resumed."""
+
 
 class VerificationMethod(str, Enum):
     """How the target decides which proposed tokens to accept; all methods are lossless."""
@@ -143,20 +156,6 @@ class ProcessStatus:
     kernel: str = ""
 
 
-MAX_GAMMA = 64
-MAX_NODES = 256
-MAX_TOP_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 2**20
-"""Upper bound of a prompt's log-probabilities: number of tokens x (requested alternatives + 1)."""
-
-MAX_CACHE_SALT = 64
-MAX_STOP = 16
-MAX_STOP_TOKEN_IDS = 4096
-MAX_PREDICTION = 2**16
-"""Longest prediction, in characters or token ids: about 16,000 tokens, the longest output of OpenAI's models
-that take one. It is stored with the session and read again in each turn that is resumed."""
-
-
 @dataclass(frozen=True)
 class SparseDistribution:
     """A truncated, quantised distribution: probability of `token_ids[i]` is `weights[i] / 2**weight_bits`."""
@@ -168,28 +167,17 @@ class SparseDistribution:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The draft's tokens for one cycle.
+    """The draft's tokens for one cycle."""
 
-    Args:
-        token_ids: Tokens of the nodes, each after its parent.
-        parents: Index of each node's parent, -1 for children of the committed prefix; None for a chain.
-        draft_distributions: The distribution each token was drawn from; only for rejection and block
-            verification above temperature 0.
-        version: Of a drafter that is trained while it serves; 0 is the one of the start.
-        drafter: Kind of the drafter. This and the following fields are not on the wire.
-        worker: host:port of the draft worker, "" for none.
-        is_fallback: Whether the drafter that the request allows was absent, failed or late.
-        is_prepared: Whether the proposal was computed before it was requested.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    parents: tuple[int, ...] | None = None
+    token_ids: tuple[int, ...] = ()  # tokens of the nodes, each after its parent
+    parents: tuple[int, ...] | None = None  # -1 for children of the committed prefix; None for a chain
+    # Which each token was drawn from; only for rejection and block verification above temperature 0.
     draft_distributions: tuple[SparseDistribution, ...] | None = None
-    version: int = field(default=0, compare=False)
-    drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)
-    worker: str = field(default="", compare=False)
-    is_fallback: bool = field(default=False, compare=False)
-    is_prepared: bool = field(default=False, compare=False)
+    version: int = field(default=0, compare=False)  # of a drafter that learns; 0 is the one of the start
+    drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)  # not on the wire, nor is the rest
+    worker: str = field(default="", compare=False)  # host:port of the draft worker, "" for none
+    is_fallback: bool = field(default=False, compare=False)  # the allowed drafter was absent, failed or late
+    is_prepared: bool = field(default=False, compare=False)  # computed before it was requested
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -13,10 +13,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256 of the `id token` lines in order of id, in hexadecimal, added tokens included.
-
-    Orchestrators, targets and drafters are matched by it.
-    """
+    """Return the hexadecimal SHA-256 of the `id token` lines in order of id, added tokens included."""
     entries = sorted(vocabulary.items(), key=lambda entry: entry[1])
     lines = "".join(f"{token_id} {token}\n" for token, token_id in entries)
     return hashlib.sha256(lines.encode("utf-8", "surrogatepass")).hexdigest()
@@ -56,20 +53,7 @@ def is_byte_token(token: str) -> bool:
 
 
 class Vocabulary:
-    """The tokens of a tokenizer.
-
-    Args:
-        tokenizer: A tokenizer of `transformers` that is backed by `tokenizers`.
-
-    Attributes:
-        spellings: Bytes of each token, by id; empty for special tokens and for ids without a token.
-        specials: Id of each special token, by its content.
-        eos_token_id: End of sequence; None if the tokenizer names none.
-        prefix: Special tokens with which the tokenizer begins every text.
-
-    Raises:
-        ValueError: The bytes of its tokens are not known; the message says why.
-    """
+    """The tokens of a fast tokenizer of `transformers`; ValueError if their bytes are not known."""
 
     def __init__(self, tokenizer: Any) -> None:
         kind = decoder_kind(tokenizer)
@@ -79,8 +63,8 @@ class Vocabulary:
         added = tokenizer.added_tokens_decoder
         special = {token_id for token_id, token in added.items() if token.special}
         special |= set(tokenizer.all_special_ids)
-        self.spellings = [b""] * (max(ids.values(), default=-1) + 1)
-        self.specials: dict[str, int] = {}
+        self.spellings = [b""] * (max(ids.values(), default=-1) + 1)  # by id; special tokens have none
+        self.specials: dict[str, int] = {}  # id by content
         byte_tokens = []
         for token, token_id in ids.items():
             if token_id in special:
@@ -93,7 +77,7 @@ class Vocabulary:
                     byte_tokens.append(token_id)
         self.eos_token_id: int | None = tokenizer.eos_token_id
         begun = tokenizer("")["input_ids"][:1]
-        self.prefix: list[int] = begun if begun == [tokenizer.bos_token_id] else []
+        self.prefix: list[int] = begun if begun == [tokenizer.bos_token_id] else []  # begins every text
         self._ids = self._by_spelling(byte_tokens)
         self._lengths = sorted({len(spelling) for spelling in self._ids}, reverse=True)
         self._backend = _plain_backend(tokenizer)

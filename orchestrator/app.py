@@ -86,12 +86,7 @@ def build(
     probe_key_sha256: str = "",
     local_only: bool = False,
 ) -> Application:
-    """Return the application; see `make_authenticator` for its last two arguments.
-
-    Args:
-        num_replicas: Number of orchestrators, or its bounds; each has its own streams to the workers.
-        scaling: Fields of `ScalingSettings`; used when the bounds differ.
-    """
+    """Return the application; `scaling` has fields of `ScalingSettings`, used if the bounds differ."""
     size = PoolSize.parse(num_replicas)
     count: dict[str, Any] = {"num_replicas": size.minimum}
     if size.is_elastic:

@@ -69,17 +69,13 @@ class GrammarChecks:
         work.result()
 
     async def begin(self, grammar: str, caller: Caller, token_ids: Sequence[int] = ()) -> GrammarState | None:
-        """Compile a checked grammar, and return its state after the tokens of the completion.
+        """Compile a checked grammar, and return its state after the tokens of a resumed session.
 
         None if its check took more than `MAX_FOLLOWED_S`: then only target and draft workers follow it.
 
-        Args:
-            grammar: In Lark.
-            token_ids: Those of a resumed session, which another version of llguidance may have allowed.
-
         Raises:
             InvalidArgumentError: It is wrong or too complex.
-            FailedPreconditionError: The tokens do not follow it.
+            FailedPreconditionError: The tokens do not follow it; another version of llguidance allowed them.
             ResourceExhaustedError: Too many wait.
             DeadlineExceededError: The caller's deadline came first.
         """

@@ -70,31 +70,18 @@ FORGET_PERIOD_S = 5.0
 
 
 class Orchestrator:
-    """Serves generation requests with the registered workers.
-
-    Attributes:
-        model_name: Name under which the target model is served.
-        max_context: Longest prompt plus completion, in tokens.
-        store: The sessions in Redis.
-        unstored: Takes the place of `store` for completions that are not stored.
-        responses: The responses of the Responses API in Redis.
-        admission: Running and waiting requests.
-        fleet: The draft and target workers.
-        leases: Renewal and reaping of session leases.
-        sessions: Calls of clients about their sessions.
-        corpus: Past outputs, which are proposed to later sessions of the same tenant.
-    """
+    """Serves generation requests with the registered workers."""
 
     def __init__(self, settings: OrchestratorSettings, redis: RetryingRedis, tokenizer: Tokenizer) -> None:
         """Create the components; use `start` instead."""
         self.model_name = settings.served_model_name or served_name(settings.model)
-        self.max_context = tokenizer.max_context
+        self.max_context = tokenizer.max_context  # longest prompt plus completion, in tokens
         self.vocab_size = tokenizer.vocab_size
         self._settings, self._redis, self.tokenizer = settings, redis, tokenizer
         bounds = StoreBounds(redis)
         keys = Keys(settings.redis_prefix)
         self.store = RedisStore(redis, settings.session_ttl_s, bounds=bounds, keys=keys)
-        self.unstored = UnstoredSessions()
+        self.unstored = UnstoredSessions()  # takes the place of `store` for completions that are not stored
         self.responses = ResponseStore(redis, settings.session_ttl_s, bounds, keys)
         self.admission = Admission(
             settings.max_concurrent_requests,
@@ -116,7 +103,7 @@ class Orchestrator:
         )
         self._opener = SessionManager(self.store, tokenizer, self._check_model, self.model_name)
         self._drafting = Drafting(settings, self.fleet.drafts, self.fleet.targets, tokenizer.vocab_size)
-        self.corpus = self._drafting.corpus
+        self.corpus = self._drafting.corpus  # past outputs, proposed to later sessions of the same tenant
         self._board = StatusBoard(self.meter, self.admission, self.fleet, redis, keys, self.model_name)
         self.leases = LeaseManager(self.store, self.fleet.release)
         self.sessions = SessionCalls(self.store, tokenizer, self._release, records)
@@ -199,7 +186,8 @@ class Orchestrator:
             await self._check_grammar(request.sampling.grammar, caller, span)
             self._fit_context()
             opened = await self._opener.open(request, self.max_context, caller)
-            session, progress = opened.session, self._progress(opened)
+            session, former = opened.session, opened.handover
+            progress = ChunkBuilder(session, self.tokenizer, opened.offset, former.counters, former.elapsed_s)
             session.deadline = caller.deadline
             if request.store:
                 stack.enter_context(self._owning(opened, progress))
@@ -223,7 +211,6 @@ class Orchestrator:
                 yield await deliver(turn.cancelled(error))
 
     async def _check(self, request: GenerationRequest) -> None:
-        """Check a request as far as is possible without tokenising."""
         await check_request(
             request,
             model_name=self.model_name,
@@ -252,12 +239,6 @@ class Orchestrator:
         output = session.token_ids[len(session.prompt) :]
         return await self._grammars.begin(session.params.grammar, caller, output)
 
-    def _progress(self, opened: OpenSession) -> ChunkBuilder:
-        handover = opened.handover
-        return ChunkBuilder(
-            opened.session, self.tokenizer, opened.offset, handover.counters, handover.elapsed_s
-        )
-
     @contextlib.contextmanager
     def _owning(self, opened: OpenSession, progress: ChunkBuilder) -> Iterator[None]:
         """Renew the session's lease inside the block; detach the session if its turn has not ended then."""
@@ -281,14 +262,13 @@ class Orchestrator:
         drafter, controller = self._drafting.open(session, opened.request, spec, prediction, grammar)
         verifier = RemoteVerifier(self.fleet.targets, spec, timeout_s=VERIFY_TIMEOUT_S, wait_s=WORKER_WAIT_S)
         is_stored = opened.request.store
-        cycle_log = self.tracing.cycle_log(session, span, self._background, is_stored=is_stored)
         return RunningTurn(
             opened,
             progress,
             drafter,
             controller,
             verifier,
-            cycle_log,
+            self.tracing.cycle_log(session, span, self._background, is_stored=is_stored),
             store=self.store if is_stored else self.unstored,
             meter=self.meter,
             costs=self._drafting.costs,

@@ -33,7 +33,7 @@ ENTRY_S = 5.0
 """TTL of a registry entry that is not renewed: the entry of a crashed orchestrator expires after this."""
 
 CALL_TIMEOUT_S = 1.0
-"""Timeout of calls to the registry, so that they delay neither a status call nor a shutdown."""
+"""Timeout of calls to Redis, so that they delay neither a status call nor a shutdown."""
 
 
 class Presence:
@@ -95,9 +95,6 @@ def _parse(name: str, state: bytes) -> ProcessStatus | None:
         return None
 
 
-TIMEOUT_S = 1.0
-
-
 class StatusBoard:
     """Status of an orchestrator and of the cluster as seen from it."""
 
@@ -117,11 +114,7 @@ class StatusBoard:
         meter.watch(admission, fleet)
 
     async def start(self, metrics_listen: str) -> None:
-        """Start serving metrics, and announce this orchestrator.
-
-        Raises:
-            InvalidArgumentError: The metrics address cannot be used, or an `OTEL_*` variable is invalid.
-        """
+        """Serve metrics, and announce this orchestrator; InvalidArgumentError for a bad setting of these."""
         self._export = MetricsExport(
             self._meter.meter, role="orchestrator", model=self._model_name, listen=metrics_listen
         )
@@ -162,7 +155,7 @@ class StatusBoard:
     async def _redis_status(self) -> ProcessStatus:
         address = address_of(self._redis)
         try:
-            info = await asyncio.wait_for(answer(self._redis.info("server")), TIMEOUT_S)
+            info = await asyncio.wait_for(answer(self._redis.info("server")), CALL_TIMEOUT_S)
         except (GammarayError, asyncio.TimeoutError):
             return ProcessStatus("redis", 0, address, "", False, 0)
         return ProcessStatus("redis", int(info.get("process_id", 0)), address, "", True, 0)

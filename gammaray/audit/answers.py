@@ -15,14 +15,11 @@ from gammaray.errors import InternalError, rendering
 _REPLACEMENT = "\ufffd"
 _MAX_CHOICES = 128
 
+_COLUMNS = ("token_logprobs", "top_logprobs")
+
 
 class AnswerError(InternalError):
-    """A field of a server's answer is malformed.
-
-    Attributes:
-        field: Path of the field, such as `choices[0].text`.
-        curl: Command that asks for the answer; empty if unknown.
-    """
+    """A field of a server's answer, such as `choices[0].text`, is malformed; `curl` asks for it, if known."""
 
     def __init__(self, field: str, got: object, allowed: str, curl: str = "") -> None:
         self.field, self.curl = field, curl
@@ -31,18 +28,12 @@ class AnswerError(InternalError):
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token as the server reports it.
+    """One generated token as the server reports it."""
 
-    Args:
-        key: What identifies it: its id or bytes if they are reported, else its text.
-        logprob: Its log-probability; None if the server gives none.
-        listed: Keys and log-probabilities of the listed alternatives; different tokens may have the same key.
-    """
-
-    key: str
+    key: str  # id or bytes if they are reported, else the text
     text: str
-    logprob: float | None
-    listed: tuple[tuple[str, float], ...]
+    logprob: float | None  # None if the server gives none
+    listed: tuple[tuple[str, float], ...]  # of the alternatives; several tokens may have one key
 
     @cached_property
     def cells(self) -> Mapping[str, float]:
@@ -64,38 +55,24 @@ class Token:
 
 @dataclass(frozen=True)
 class Choice:
-    """One completion.
-
-    Args:
-        tokens: Empty without log-probabilities.
-        prompt_ids: Ids of the prompt's tokens; empty without `return_token_ids`.
-        token_ids: Ids of its own tokens, likewise.
-        favourites: Ids of the most likely token at each position of the prompt by `prompt_logprobs`; "" if
-            unknown, as at the first one.
-    """
+    """One completion."""
 
     text: str
-    tokens: tuple[Token, ...]
+    tokens: tuple[Token, ...]  # empty without log-probabilities
     finish_reason: str | None
-    prompt_ids: tuple[int, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    favourites: tuple[str, ...] = ()
+    prompt_ids: tuple[int, ...] = ()  # empty without `return_token_ids`
+    token_ids: tuple[int, ...] = ()  # likewise
+    favourites: tuple[str, ...] = ()  # likeliest id at each prompt position; "" if unknown, as at the first
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole response, of at least one choice.
+    """A whole response, of at least one choice."""
 
-    Args:
-        choices: By index.
-        usage: Tokens of the prompt, of the completions, and of both; None if they are not reported.
-        curl: Command that asks for it.
-    """
-
-    choices: tuple[Choice, ...]
-    usage: tuple[int, int, int] | None
+    choices: tuple[Choice, ...]  # by index
+    usage: tuple[int, int, int] | None  # prompt, completions, both; None if not reported
     is_gammaray: bool = False
-    curl: str = ""
+    curl: str = ""  # command that asks for it
 
     @property
     def choice(self) -> Choice:
@@ -129,12 +106,7 @@ def parse_answer(body: Any) -> Answer:
 
 
 def parse_choice(path: str, choice: Mapping[str, Any], message: str) -> Choice:
-    """Return a choice of a whole response, or of an event of a stream.
-
-    Args:
-        path: Where it stands, for errors.
-        message: Key of a chat's text: "message", in streams "delta".
-    """
+    """Return a choice at `path`, whose message is in "message", or in an event of a stream in "delta"."""
     held = choice
     if message in choice:
         path, held = f"{path}.{message}", _an(f"{path}.{message}", choice[message], dict)
@@ -205,9 +177,6 @@ def _tokens(path: str, logprobs: Any) -> list[Token]:
         own = None if logprob is None else _logprob(f"{path}.token_logprobs[{i}]", logprob)
         found.append(Token(text, text, own, listed))
     return found
-
-
-_COLUMNS = ("token_logprobs", "top_logprobs")
 
 
 def _listed(path: str, entry: Any) -> Token:

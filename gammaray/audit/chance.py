@@ -35,8 +35,6 @@ _EDGES = (0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0)
 
 
 class _Law:
-    """The test of the law, and what is reported of it."""
-
     def __init__(self, subject: Subject) -> None:
         self._num_top = subject.server.num_top
         self.test = LawTest(subject.alpha * ALPHA["law"], self._num_top, SPECIAL)
@@ -47,10 +45,7 @@ class _Law:
         self._drawn = self._missing = 0
 
     def observe(self, choice: Choice, drafted: Sequence[str | None]) -> None:
-        """Count the tokens of a completion.
-
-        Args:
-            drafted: What the reference drafter proposes in place of each token; None where it is not known.
+        """Count the tokens of a completion, and what the reference drafter proposes in place of each.
 
         Raises:
             InvalidArgumentError: The alternatives of a token are no distribution.
@@ -150,10 +145,7 @@ async def _drafted(subject: Subject, choice: Choice) -> list[str | None]:
 
 
 async def _completions(subject: Subject) -> AsyncGenerator[Answer, None]:
-    """Yield completions in the order of their requests, so that no result decides which comes next.
-
-    They are asked for in all ways in turn, but for a drafter whole.
-    """
+    """Yield completions in the order of their requests, so that no result decides which comes next."""
     server, number = subject.server, 0
     modes = [mode for mode in MODES if mode not in subject.absent] if subject.drafter is None else [WHOLE]
     views = [replace(subject, mode=mode) for mode in modes or [WHOLE]]
@@ -182,10 +174,7 @@ async def _completions(subject: Subject) -> AsyncGenerator[Answer, None]:
 
 
 class _Special:
-    """Tokens that look special, such as `</s>` and `<|im_end|>`: a text's end is not always reported.
-
-    They are known by their texts alone, so that leaving them out depends on no draw.
-    """
+    """Tokens that look special by their texts, such as `</s>` and `<|im_end|>`; no draw decides which."""
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and _SPECIAL.fullmatch(key) is not None

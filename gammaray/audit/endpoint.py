@@ -108,35 +108,19 @@ class Bounds:
 
 @dataclass
 class Endpoint:
-    """One server.
+    """One server."""
 
-    Args:
-        url: Its base URL, with or without /v1.
-        model: Name of the model in requests; empty leaves the field out.
-        api_key: Key, or empty.
-        key_variable: Environment variable that holds the key, for printed commands.
-        concurrency: Requests in flight at most.
-        spent: Counts and bounds tokens.
-        timeout_s: Deadline of a request, in seconds.
-        fields: Fields that every request has, such as a neutral `top_k`.
-
-    Attributes:
-        is_chat: Whether requests are chats.
-        num_top: Alternatives that are listed per token; 0 without log-probabilities.
-        refused: Fields that the server refuses, with its reasons; they are left out.
-    """
-
-    url: str
-    model: str
-    api_key: str
-    key_variable: str
-    concurrency: int
-    spent: Spent
-    timeout_s: float
-    fields: dict[str, Any] = field(default_factory=dict)
-    is_chat: bool = False
-    num_top: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
+    url: str  # its base URL, with or without /v1
+    model: str  # in requests; empty leaves the field out
+    api_key: str  # key, or empty
+    key_variable: str  # environment variable that holds the key, for printed commands
+    concurrency: int  # requests in flight at most
+    spent: Spent  # counts and bounds tokens
+    timeout_s: float  # deadline of a request, in seconds
+    fields: dict[str, Any] = field(default_factory=dict)  # of every request, such as a neutral `top_k`
+    is_chat: bool = False  # whether requests are chats
+    num_top: int = 0  # alternatives that are listed per token; 0 without log-probabilities
+    refused: dict[str, str] = field(default_factory=dict)  # by the server, with reasons; left out of requests
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
@@ -341,7 +325,6 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _message(text: str) -> str:
-    """Return the message of an error's body, on one line."""
     try:
         error = json.loads(text)
         error = error.get("error", error.get("detail", error)) if isinstance(error, dict) else error

@@ -26,18 +26,12 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found.
-
-    Args:
-        summary: One sentence for people.
-        evidence: Tokens, positions and numbers, JSON-ready.
-        curl: Command that shows a failure; empty without one.
-    """
+    """What one check found."""
 
     status: Status
-    summary: str
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    curl: str = ""
+    summary: str  # one sentence for people
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # tokens, positions and numbers, JSON-ready
+    curl: str = ""  # command that shows a failure; empty without one
 
     def cleaned(self) -> CheckResult:
         """Return it with all text escaped, since much of it is the server's."""

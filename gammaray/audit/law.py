@@ -60,24 +60,28 @@ _SHARE = 0.02
 _POWER_80 = 0.8416
 """Quantile of the normal distribution at 0.8."""
 
+EXACT = (_FLOAT32, 0.0)
+"""`rounding` of log-probabilities in float32."""
+
+_STEPS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+_SMALL_STEPS = (0.00125, 0.0025, *_STEPS[:4])
+_MISSING = (0.5, 0.95)
+_TOP_P = (0.8, 0.9, 0.95, 0.98)
+_MIN_P = (0.02, 0.05, 0.1)
+
+_RECYCLED = (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)
+_ALTERNATING = (0.1, 0.25, 0.5)
+
 
 @dataclass(frozen=True)
 class Position:
-    """The cells of one position.
+    """The cells of one position."""
 
-    Attributes:
-        index: Cell by token; all other tokens are the rest, the last cell.
-        probs: Probabilities of the cells, which sum to 1.
-        scores: Log-probabilities of the cells, and an assumed mean one of the rest's tokens.
-        errors: By which share of itself the probability of each cell but the rest may be wrong.
-        cut: Log-probability above which tokens are cells of their own.
-    """
-
-    index: Mapping[Hashable, int]
-    probs: Sequence[float]
-    scores: Sequence[float]
-    errors: Sequence[float]
-    cut: float
+    index: Mapping[Hashable, int]  # cell by token; all other tokens are the rest, the last cell
+    probs: Sequence[float]  # probabilities of the cells, which sum to 1
+    scores: Sequence[float]  # log-probabilities of the cells, and an assumed mean one of the rest's tokens
+    errors: Sequence[float]  # by which share of itself the probability of each cell but the rest may be wrong
+    cut: float  # log-probability above which tokens are cells of their own
 
     @classmethod
     def read(cls, cells: Cells, num_listed: int, hidden: Container[Hashable] = ()) -> Position | None:
@@ -125,10 +129,7 @@ class Position:
         return cls(index, probs, scores, [excess + errors[token] / seen for token in found], cut)
 
     def cell_of(self, token: Hashable, logprob: float | None = None) -> int:
-        """Return the cell of a token.
-
-        Its own `logprob`, at or below the cut, tells a token of the rest from a listed one of equal text.
-        """
+        """Return the cell of a token; `logprob` tells one of the rest from a listed one of equal text."""
         rest = len(self.probs) - 1
         return rest if logprob is not None and logprob <= self.cut else self.index.get(token, rest)
 
@@ -142,10 +143,6 @@ class Position:
         rest = ratios[-1]
         sides = zip(self.errors, self.probs, ratios, strict=False)
         return math.fsum([error * prob * abs(ratio - rest) for error, prob, ratio in sides])
-
-
-EXACT = (_FLOAT32, 0.0)
-"""`rounding` of log-probabilities in float32."""
 
 
 def rounding(values: Sequence[float]) -> tuple[float, float]:
@@ -162,15 +159,11 @@ def rounding(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Family:
-    """Alternatives of one kind.
+    """Alternatives of one kind."""
 
-    Attributes:
-        name: For reports.
-        sizes: One alternative each. For temperatures the exponent of the probabilities, minus 1; else the
-            share of the law that another one replaces: q = p + size * (other - p).
-    """
-
-    name: str
+    name: str  # for reports
+    # One alternative each. Of temperatures the exponent of the probabilities, minus 1; else the share of the
+    # law that another one replaces: q = p + size * (other - p).
     sizes: tuple[float, ...]
 
     @property
@@ -180,12 +173,6 @@ class Family:
             return [f"temperature {1 / (1 + size):.3g}" for size in self.sizes]
         return [f"{self.name}: {size:g}" for size in self.sizes]
 
-
-_STEPS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
-_SMALL_STEPS = (0.00125, 0.0025, *_STEPS[:4])
-_MISSING = (0.5, 0.95)
-_TOP_P = (0.8, 0.9, 0.95, 0.98)
-_MIN_P = (0.02, 0.05, 0.1)
 
 TEMPERATURES = Family("temperature", tuple(2 * sign * size for size in _STEPS for sign in (1, -1)))
 _SHARES = (
@@ -217,11 +204,7 @@ LOG_STAKES = tuple(
 
 
 class Bets:
-    """The bets of all alternatives on one position.
-
-    Args:
-        drafted: The cell that a reference drafter proposes; None if not known.
-    """
+    """The bets of all alternatives on one position; the reference drafter, if known, proposes `drafted`."""
 
     def __init__(self, position: Position, drafted: int | None = None) -> None:
         self._position, p = position, position.probs
@@ -311,13 +294,6 @@ class Wealth:
             it is added to them; at least 4.
         hidden: Tokens that the server does not report when they are drawn, such as an end-of-sequence token.
         alternatives: Names of the alternatives, and logarithms of the gamblers' shares of the first wealth.
-
-    Attributes:
-        num_tokens: Tokens, or pairs of tokens, observed, without hidden ones.
-        num_unreadable: Those of them that were left out, as too few tokens are listed beside them.
-        log_e_value: Logarithm of the evidence against the server now.
-        largest_log_e_value: The largest so far.
-        num_tokens_until_rejected: `num_tokens` when the evidence first reached 1 / alpha, or None.
     """
 
     def __init__(
@@ -326,9 +302,10 @@ class Wealth:
         check_number("alpha", alpha, 0.0, 0.5, open_low=True)
         check_int("num_listed", num_listed, 4, 2**20)
         self.alpha = alpha
+        # Tokens or pairs, without hidden ones, and those of them that are left out, as too few are listed.
         self.num_tokens = self.num_unreadable = 0
-        self.log_e_value = self.largest_log_e_value = 0.0
-        self.num_tokens_until_rejected: int | None = None
+        self.log_e_value = self.largest_log_e_value = 0.0  # evidence against the server now, and its maximum
+        self.num_tokens_until_rejected: int | None = None  # until the evidence first reached 1 / alpha
         self._num_listed, self._hidden = num_listed, hidden
         self._alternatives, self._wealth = [*alternatives], [*alternatives.values()]
 
@@ -373,11 +350,8 @@ class LawTest(Wealth):
     ) -> Position | None:
         """Count a token, and return the cells of its position; None if it is hidden or they are not known.
 
-        Args:
-            token: What was generated, named as in `cells`, the `top_logprobs` of its position.
-            logprob: Its own log-probability, if the server reports it.
-            drafted: What a reference drafter proposes there, to bet on a share of its tokens. It must follow
-                from the tokens before alone.
+        `cells` are the `top_logprobs` of its position. `drafted` is what a reference drafter proposes there,
+        to bet on a share of its tokens; it must follow from the tokens before alone.
 
         Raises:
             InvalidArgumentError: `cells` are no log-probabilities of a distribution.
@@ -420,10 +394,6 @@ class LawTest(Wealth):
         return found | {name: size if size <= 1 else math.inf for name, size in sizes.items()}
 
 
-_RECYCLED = (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)
-_ALTERNATING = (0.1, 0.25, 0.5)
-
-
 class IndependenceTest(Wealth):
     """Tests whether the tokens of two choices, or of two seeds, are drawn independently of each other.
 
@@ -461,10 +431,7 @@ class IndependenceTest(Wealth):
 
 
 def pair_log_factors(here: Position, there: Position, first: int, second: int) -> list[float]:
-    """Return the logarithms of what multiplies the wealth of each alternative of `IndependenceTest`.
-
-    `first` is the cell that was drawn of `here`, and `second` that of `there`.
-    """
+    """Return by what the wealth of each alternative of `IndependenceTest` is multiplied, as logarithms."""
     gain = _coupled_ratio(here, there, first, second) - 1.0
     rests = (
         _coupled_ratio(here, there, len(here.probs) - 1, second),

@@ -39,6 +39,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+_ABSENT = "\u2603\u2604"
+"""A stop string that no text has."""
+
 
 async def check_max_tokens(subject: Subject) -> CheckResult:
     """A completion has `max_tokens` tokens where the text goes on, and `finish_reason` says so."""
@@ -108,10 +111,6 @@ async def check_min_tokens(subject: Subject) -> CheckResult:
     if not found:
         raise inconclusive("no completion ends by itself within 36 tokens")
     return passed(found)
-
-
-_ABSENT = "\u2603\u2604"
-"""A stop string that no text has."""
 
 
 async def check_stop(subject: Subject) -> CheckResult:
@@ -196,7 +195,6 @@ async def check_logprob_zero(subject: Subject) -> CheckResult:
 
 
 def _placeholder(token: Token) -> str:
-    """Return what is wrong with a token's log-probability; empty if nothing is."""
     among = token.cells.get(token.key)
     others = math.fsum(math.exp(lp) for key, lp in token.cells.items() if key != token.key)
     if token.logprob is None or not token.listed:

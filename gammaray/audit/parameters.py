@@ -39,6 +39,12 @@ _MIN_REQUESTS, _MAX_REQUESTS = 4, 24
 Kept = Callable[[list[float], float], bool]
 """Whether a token of a log-probability may be drawn, given those of the position, the most likely first."""
 
+PENALTIES = (
+    {"presence_penalty": 1.0, "frequency_penalty": 1.0},
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": 0.75},
+)
+
 
 async def check_truncation(name: str, value: float, kept: Kept, subject: Subject) -> CheckResult:
     """No token is generated outside of what a parameter keeps.
@@ -83,7 +89,6 @@ check_min_p = partial(
 
 
 def _before(cells: list[float], logprob: float) -> float:
-    """Return the probability of the tokens before one."""
     return math.fsum(math.exp(lp) for lp in cells if lp > logprob + ROUNDING)
 
 
@@ -137,11 +142,7 @@ async def _small_bias(subject: Subject) -> CheckResult | list[float]:
 
 
 async def _near_tokens(subject: Subject) -> list[tuple[float, int, str, str]]:
-    """Return tokens whose ids are known and that are nearly the most likely ones.
-
-    Returns:
-        By how much less likely each is, its id, its key, and the prompt; the smallest first.
-    """
+    """Return nearly most likely tokens: by how much less likely each is, its id, its key, and the prompt."""
     server, asked = subject.server, {"temperature": 0, "max_tokens": 1}
     biased = (server.ask(subject.prompts[0], **asked, logit_bias={str(i): 100}) for i in _KNOWN_IDS)
     plain = (server.ask(prompt, **asked) for prompt in subject.prompts)
@@ -156,13 +157,6 @@ async def _near_tokens(subject: Subject) -> list[tuple[float, int, str, str]]:
             gaps = ((best - lp, key) for key, lp in token.cells.items() if key in ids)
             found += [(gap, ids[key], key, prompt) for gap, key in gaps if 2 * _MARGIN < gap < _MAX_GAP]
     return sorted(found)
-
-
-PENALTIES = (
-    {"presence_penalty": 1.0, "frequency_penalty": 1.0},
-    {"frequency_penalty": 0.5},
-    {"presence_penalty": 0.75},
-)
 
 
 async def check_penalties(subject: Subject) -> CheckResult:
@@ -208,8 +202,7 @@ async def _repeated(subject: Subject, prompts: Sequence[str]) -> CheckResult | N
     for prompt in prompts[: subject.few(4)] if names else ():
         answer = await subject.ask(prompt, **asked, **dict.fromkeys(names, _MOST))
         for choice in answer.choices:
-            counts = Counter(token.key for token in choice.tokens)
-            repeated = sum(count - 1 for count in counts.values())
+            repeated = len(choice.tokens) - len({token.key for token in choice.tokens})
             if repeated > _MAX_REPEATED:
                 summary = f"{repeated} of {len(choice.tokens)} tokens repeat with {names[0]} {_MOST}"
                 return failed(summary, answer.curl, text=choice.text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gammaray.audit.answers import Choice, Token
+from gammaray.audit.answers import Token
 from gammaray.audit.chance import SPECIAL
 from gammaray.audit.findings import CheckResult, Status, failed, inconclusive, not_possible, passed
 from gammaray.audit.sameness import LIKELY, MAX_EQUAL
@@ -24,10 +24,7 @@ _ECHO = {"temperature": 0, "max_tokens": 1, "echo": True, "top_p": None, **_BY_T
 
 
 async def check_probabilities(subject: Subject) -> CheckResult:
-    """Reported log-probabilities equal those of one forward pass over the whole text.
-
-    The pass is the reference's, else the server's own: completions with `echo`.
-    """
+    """Reported log-probabilities are those of one pass over the whole text, by the reference or by `echo`."""
     subject.need_logprobs(2)
     server = subject.server
     other = server if subject.is_own_reference else subject.reference or server
@@ -44,7 +41,8 @@ async def check_probabilities(subject: Subject) -> CheckResult:
         echoed = (await other.ask(prompt + ours.choice.text, **_ECHO)).choice
         if not echoed.text.startswith(prompt):
             raise not_possible("the server ignores `echo`")
-        given = _given(echoed, len(tokens))
+        end = len(echoed.tokens) - 1  # the last token was generated
+        given = echoed.tokens[max(0, end - len(tokens)) : end]
         if not tokens or [token.text for token in given] != [token.text for token in tokens]:
             unaligned += 1  # the text has other tokens than those that were generated
             continue
@@ -60,12 +58,7 @@ async def check_probabilities(subject: Subject) -> CheckResult:
 
 
 def judged(compared: Sequence[tuple[float, Token, float]], whose: str, curl: str) -> CheckResult:
-    """Return what differences of log-probabilities say.
-
-    Args:
-        compared: Of each token: the difference, the token, and its log-probability in the pass.
-        whose: Of whom the pass is, such as "the reference's".
-    """
+    """Return the result for differences, each with its token and the reference's log-probability."""
     count = len(compared)
     mean = sum(abs(difference) for difference, _, _ in compared) / count
     difference, token, theirs = max(compared, key=lambda one: abs(one[0]))
@@ -80,9 +73,3 @@ def judged(compared: Sequence[tuple[float, Token, float]], whose: str, curl: str
         summary += ": so do another precision, or weights of eight bits"
         return CheckResult(Status.INCONCLUSIVE, summary, evidence)
     return failed(summary, curl, **evidence)
-
-
-def _given(choice: Choice, count: int) -> list[Token]:
-    """Return the last `count` tokens of an echoed text; the one after them was generated."""
-    end = len(choice.tokens) - 1
-    return list(choice.tokens[max(0, end - count) : end]) if count else []

@@ -42,11 +42,7 @@ CHECKS: dict[str, tuple[Check, Sequence[Mode]]] = {
 
 
 async def run_audit(subject: Subject, names: Collection[str]) -> AsyncIterator[Finding]:
-    """Run checks in their order, put their findings into `subject.findings`, and yield each.
-
-    Raises:
-        GammarayError: The server cannot be asked at all.
-    """
+    """Run checks in order; keep and yield each finding. GammarayError if the server cannot be asked."""
     try:
         await subject.probe()
     except GammarayError:

@@ -35,20 +35,17 @@ _MIN_KNOWN = 0.95
 _MIN_VALUES = 20
 OTHERS = 8
 
+Check = Callable[[Subject], Awaitable[CheckResult]]
+
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of two completions of the same request.
+    """The first difference of two completions of the same request."""
 
-    Args:
-        index: Index of the first different token, of the first different character if tokens are unknown.
-        margin: Log-probability of the first one's token minus the second's there; None if unknown.
-    """
-
-    index: int
+    index: int  # of the first different token; of the first different character if tokens are unknown
     left: str
     right: str
-    margin: float | None
+    margin: float | None  # log-probability of the first one's token minus the second's there; None if unknown
 
 
 def first_difference(left: Choice, right: Choice) -> Difference | None:
@@ -85,13 +82,9 @@ def roundings(left: Choice, right: Choice) -> Iterator[float]:
 
 @dataclass
 class Comparison:
-    """Pairs of completions that should be equal.
+    """Pairs of completions that should be equal."""
 
-    Args:
-        temperature: Of the requests: at 0 margins tell whether rounding explains a difference, above 0 the
-            number of tokens that rounding changes on average.
-    """
-
+    # At 0 margins tell whether rounding explains a difference, above 0 the number of tokens that it changes.
     temperature: float
 
     def __post_init__(self) -> None:
@@ -268,6 +261,3 @@ def worst(results: Sequence[CheckResult]) -> CheckResult:
     status = min((v.status for v in results), key=order.index)
     those = [v for v in results if v.status is status]
     return CheckResult(status, "; ".join(v.summary for v in those), those[0].evidence, those[0].curl)
-
-
-Check = Callable[[Subject], Awaitable[CheckResult]]

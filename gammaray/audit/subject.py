@@ -48,39 +48,22 @@ MODES = (WHOLE, STREAMED, Mode(n=3), Mode(is_streamed=True, n=2))
 
 @dataclass
 class Subject:
-    """What is audited.
-
-    Args:
-        reference: Endpoint whose answers are right, if any; for a gammaray server itself with gamma 0.
-        drafter: Endpoint of the draft model that the server may follow too often, if it is known.
-        is_own_reference: Whether the reference is the audited server's plain mode.
-        alpha: Probability of a false alarm of the whole audit.
-        seed: First seed of requests.
-        tell: Called with what is being done, for a progress bar.
-        mode: How `ask` asks.
-
-    Attributes:
-        no_logprobs: Why there are no log-probabilities; empty if there are.
-        findings: Findings so far, by check.
-        so_far: What a running check has found, in case it is interrupted.
-        absent: Ways in which the server cannot be asked, and why.
-        shared: What checks find out once for all ways.
-    """
+    """What is audited."""
 
     server: Endpoint
-    reference: Endpoint | None
+    reference: Endpoint | None  # whose answers are right; of a gammaray server itself with gamma 0
     prompts: Sequence[str]
-    alpha: float
-    seed: int
-    tell: Callable[[str], None] = lambda text: None
-    drafter: Endpoint | None = None
-    is_own_reference: bool = False
-    no_logprobs: str = ""
-    mode: Mode = WHOLE
-    findings: dict[str, Finding] = field(default_factory=dict)
-    so_far: CheckResult | None = None
-    absent: dict[Mode, str] = field(default_factory=dict)
-    shared: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
+    alpha: float  # probability of a false alarm of the whole audit
+    seed: int  # first seed of requests
+    tell: Callable[[str], None] = lambda text: None  # called with what is being done, for a progress bar
+    drafter: Endpoint | None = None  # the draft model that the server may follow too often
+    is_own_reference: bool = False  # whether the reference is the audited server's plain mode
+    no_logprobs: str = ""  # why there are no log-probabilities; empty if there are
+    mode: Mode = WHOLE  # how `ask` asks
+    findings: dict[str, Finding] = field(default_factory=dict)  # so far, by check
+    so_far: CheckResult | None = None  # what a running check has found, in case it is interrupted
+    absent: dict[Mode, str] = field(default_factory=dict)  # ways in which the server cannot be asked, and why
+    shared: dict[str, asyncio.Future[Any]] = field(default_factory=dict)  # what checks find once for all ways
 
     async def close(self) -> None:
         for endpoint in (self.server, self.reference, self.drafter):
@@ -150,11 +133,7 @@ class Subject:
 
 
 async def probe(server: Endpoint) -> tuple[str, Answer]:
-    """Set path, neutral fields and log-probabilities of a server by trying them.
-
-    Returns:
-        Why it has no log-probabilities, or an empty text; and its answer to the plainest request.
-    """
+    """Try path, neutral fields and log-probabilities; return why the last are missing, and a plain answer."""
     try:
         answer = await server.ask("1, 2, 3,", **_PLAIN)
     except RefusedError:
@@ -194,11 +173,7 @@ def default_prompts() -> list[str]:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file: one per line, as text or as JSON (a text, or an object with `prompt`).
-
-    Raises:
-        InvalidArgumentError: It has no prompt, or a line is too long or no prompt.
-    """
+    """Return the prompts of a file, one per line: text, or JSON of a text or of an object with `prompt`."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         if not line.strip():

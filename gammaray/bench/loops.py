@@ -23,15 +23,12 @@ def repeated_share(token_ids: Sequence[int]) -> float:
 
 
 def without_loops(samples: Samples) -> tuple[Samples, dict[str, Any]]:
-    """Return the samples without the turns whose completion is a loop, and what was left out, JSON-ready.
+    """Return the samples without the turns whose completion is a loop, and what was left out, JSON-ready:
+    `repeated_share` (one mean per turn and completion), `num_loops` and `kept` (indices of the turns).
 
     Whether a prompt's completion is a loop is decided by plain decoding, or by the first system where that is
     not measured, over all repetitions, so that every system has the same prompts. Turns with several
     completions in flight are kept, and so is everything if all completions are loops.
-
-    Returns:
-        The samples, and `repeated_share` (one mean per turn and completion), `num_loops` and
-        `kept` (indices of the turns that are kept).
     """
     reference = samples[PLAIN] if PLAIN in samples else next(iter(samples.values()))
     shares = [

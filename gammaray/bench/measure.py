@@ -57,15 +57,10 @@ async def measure(
     concurrency: int = 1,
     shuffle: random.Random | None = None,
 ) -> Samples:
-    """Measure all systems, interleaved, and return their samples.
+    """Measure all systems, interleaved, and return their samples; `loads` divides `asks` into turns.
 
     Each system first completes one short prompt unmeasured. The order of the systems rotates, so that none is
-    always the first, or is drawn again for each turn.
-
-    Args:
-        asks: Completions requested of every system; `loads` divides them into turns.
-        advance: Called after each completion, for a progress bar.
-        shuffle: Seeded generator that draws the order of the systems in each turn; None: the order rotates.
+    always the first, or `shuffle` draws it for each turn. `advance` is called after each completion.
     """
     for system in systems:
         await system.sample(replace(asks[0], max_tokens=min(_WARM_UP_TOKENS, asks[0].max_tokens)))
@@ -128,9 +123,8 @@ def speeds(repetitions: Sequence[Sequence[Turn]]) -> list[float]:
 def differences(samples: Samples, references: Mapping[str, str]) -> dict[str, Any]:
     """Compare the tokens of systems with those of their reference system, prompt by prompt.
 
-    Returns:
-        Completions compared, how many are equal, and for the first ten others system, repetition, prompt and
-        the index of the first different token.
+    Returns how many completions are equal, and for the first ten others system, repetition, prompt and the
+    index of the first different token.
     """
     compared, different = 0, []
     for system, reference in references.items():

@@ -10,10 +10,7 @@ NUM_PROMPTS = 24
 
 
 def own_prompts(count: int) -> list[tuple[str, str]]:
-    """Return the first `count` of the `NUM_PROMPTS` prompts, each after its category.
-
-    The categories code, prose and repetitive take turns.
-    """
+    """Return the first `count` prompts, each after its category; the categories take turns."""
     rows = json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8"))
     return [(category, text) for category, text in rows[:count]]
 

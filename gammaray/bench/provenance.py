@@ -46,7 +46,6 @@ def write_result(name: str, result: dict[str, Any], out: Path) -> Path:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """Return the command line with secrets removed."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name == "__main__":  # a folder was run
         program = "python " + "/".join(Path(argv[0]).parts[-2:])
@@ -83,11 +82,10 @@ def _run(*command: str) -> str | None:
 
 
 def _hardware() -> dict[str, Any]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(memory / 2**30, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": _gpu_name(),
         "load_average": round(os.getloadavg()[0], 2),
     }

@@ -11,16 +11,17 @@ from itertools import pairwise
 from typing import Any
 
 from gammaray.bench.measure import PLAIN, Median, Samples, speeds
-from gammaray.bench.systems import Arrival, Sample
+from gammaray.bench.systems import Arrival
 from gammaray.types import SpeculationSummary
+
+Row = dict[str, Any]
+
+BASES = {"over_plain": PLAIN}
+"""Name of each ratio -> its denominator system."""
 
 
 def gaps(arrivals: Sequence[Arrival]) -> list[float]:
-    """Return the gaps between the tokens of one completion, in seconds.
-
-    The wait for the first chunk is excluded: it is the time to the first token. Its arrival starts the gap of
-    the second chunk.
-    """
+    """Return the seconds between the tokens of one completion, without the wait for the first chunk."""
     found: list[float] = []
     for (before, _), (at, num_tokens) in pairwise(arrivals):
         found += [at - before, *[0.0] * (num_tokens - 1)]
@@ -45,12 +46,6 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-Row = dict[str, Any]
-
-BASES = {"over_plain": PLAIN}
-"""Name of each ratio -> its denominator system."""
-
-
 def row(system: str, samples: Samples, bases: Mapping[str, str] = BASES) -> Row:
     """Return the metrics of one system; ratios to systems that were not run are None.
 
@@ -68,7 +63,8 @@ def row(system: str, samples: Samples, bases: Mapping[str, str] = BASES) -> Row:
             figures[name] = vars(Median.of([ours / theirs for ours, theirs in pairs]))
     flat = [sample for turns in samples[system] for turn in turns for sample in turn.samples]
     figures["speculation"] = speculation([s.summary for s in flat if s.summary is not None])
-    figures["first_token_ms"] = _first_token(flat)
+    waits = [sample.first_token_s * 1e3 for sample in flat if sample.first_token_s is not None]
+    figures["first_token_ms"] = {f"p{q}": percentile(waits, q) for q in (50, 99)} if waits else None
     figures["between_tokens"] = gap_figures(sample.arrivals for sample in flat)
     return figures
 
@@ -103,8 +99,3 @@ def speculation(summaries: Sequence[SpeculationSummary]) -> dict[str, Any] | Non
         "accepted_lengths": histogram,
         "cycle_ms": {part: sum(getattr(s, f"{part}_ms") for s in summaries) / cycles for part in parts},
     }
-
-
-def _first_token(samples: Sequence[Sample]) -> dict[str, float] | None:
-    waits = [sample.first_token_s * 1e3 for sample in samples if sample.first_token_s is not None]
-    return {f"p{q}": percentile(waits, q) for q in (50, 99)} if waits else None

@@ -18,18 +18,12 @@ Point = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Settings of a run, recorded in the result file.
+    """Settings of a run, recorded in the result file."""
 
-    Attributes:
-        workload: Source of the prompts.
-        max_tokens: Tokens per completion; end-of-sequence tokens are ignored.
-        gammas: In the format of `parse_gamma`; gamma 0 is added.
-    """
-
-    workload: str
-    max_tokens: int
+    workload: str  # source of the prompts
+    max_tokens: int  # tokens per completion; end-of-sequence tokens are ignored
     repetitions: int
-    gammas: tuple[str, ...]
+    gammas: tuple[str, ...]  # in the format of `parse_gamma`; gamma 0 is added
     temperatures: tuple[float, ...]
 
 
@@ -40,10 +34,7 @@ async def run_bench(
     advance: Callable[[], None],
     show: Callable[[Point], None],
 ) -> dict[str, Any]:
-    """Run the benchmark on prompts, each after its category, and return the result, JSON-ready.
-
-    Each finished point is passed to `show`.
-    """
+    """Run the benchmark on prompts, each after its category; `show` each point, return the result."""
     categories, texts = [category for category, _ in tasks], [text for _, text in tasks]
     processes = await client.status()
     models = {process.role: process.model for process in processes if process.model}
@@ -53,10 +44,9 @@ async def run_bench(
         asks = [Ask(text, settings.max_tokens, temperature, seed) for seed, text in enumerate(texts)]
         samples = await measure(systems, asks, settings.repetitions, advance)
         kept, loops = without_loops(samples)
-        rows = [row(system.name, kept) for system in systems]
         point = {
             "temperature": temperature,
-            "rows": rows,
+            "rows": [row(system.name, kept) for system in systems],
             "equality": differences(samples, {name: PLAIN for name in samples if name != PLAIN}),
             "loops": loops,
             "categories": _by_category(kept, [categories[i] for i in loops["kept"]]),

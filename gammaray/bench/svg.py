@@ -33,7 +33,6 @@ def bar_chart(
     Args:
         groups: Names along the horizontal axis.
         series: Name of a series -> its value in each group; None leaves a bar out.
-        unit: Of the values, at the vertical axis.
         base: Value that a line marks, such as 1.0 for ratios.
     """
     values = [value for found in series.values() for value in found if value is not None]

@@ -35,25 +35,15 @@ class Ask:
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion and its time, measured at the caller.
-
-    Attributes:
-        seconds: Time from the call to the last token.
-        arrivals: Chunks with tokens, in order; empty for systems that do not stream.
-        summary: Speculation summary; None for systems that do not report one.
-        decode_s: Seconds from the first chunk's completion at the server to the last arrival; None for
-            systems that do not report the former.
-        target_s: Seconds that the target computed in that time; None for systems that do not report them.
-        session_id: Session of the completion; empty for systems without sessions.
-    """
+    """One completion and its time, measured at the caller."""
 
     token_ids: tuple[int, ...]
-    seconds: float
-    arrivals: tuple[Arrival, ...] = ()
-    summary: SpeculationSummary | None = None
-    decode_s: float | None = None
-    target_s: float | None = None
-    session_id: str = ""
+    seconds: float  # from the call to the last token
+    arrivals: tuple[Arrival, ...] = ()  # chunks with tokens, in order; empty for systems that do not stream
+    summary: SpeculationSummary | None = None  # None for systems that do not report one
+    decode_s: float | None = None  # from the first chunk's completion at the server to the last arrival
+    target_s: float | None = None  # seconds that the target computed in that time
+    session_id: str = ""  # empty for systems without sessions
 
     @property
     def first_token_s(self) -> float | None:
@@ -70,12 +60,9 @@ class System(Protocol):
 
 
 class Stack:
-    """gammaray: client, gRPC proxy, orchestrator, Redis, workers; one gamma policy.
+    """gammaray: client, gRPC proxy, orchestrator, Redis, workers; one gamma policy, as for `parse_gamma`.
 
-    Args:
-        gamma: In the format of `parse_gamma`.
-        options: Further options of each request; they replace those above.
-        name: Name in results; empty: that of the gamma policy.
+    Further `options` of each request replace those above; the `name` in results is that of the policy.
     """
 
     def __init__(

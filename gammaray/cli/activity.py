@@ -13,77 +13,54 @@ from typing import Any, TypeAlias, TypeVar
 
 from gammaray.types import ProcessStatus, SpeculationTotals, WorkerTotals
 
+Pair: TypeAlias = tuple[ProcessStatus, ProcessStatus]
+"""A process in both snapshots; twice in the second one if it is missing in the first."""
+
+TotalsT = TypeVar("TotalsT", SpeculationTotals, WorkerTotals)
+
 
 @dataclass(frozen=True)
 class Speculation:
-    """Activity of one orchestrator, or of all of them.
+    """Activity of one orchestrator, or of all of them."""
 
-    Attributes:
-        pid: Process id of the orchestrator; 0 for all of them.
-        waiting: Requests that wait for admission.
-        failures_per_s: Requests per second that ended in an error.
-        alpha: Accepted over tested tokens; None when nothing was tested.
-        acceptance_rate: Accepted over drafted tokens; None when nothing was drafted.
-        tokens_per_cycle: None before the first cycle.
-        gamma: Mean gamma; None before the first cycle.
-        speedup: Speedup over plain decoding; None while unknown.
-    """
-
-    pid: int
+    pid: int  # process id of the orchestrator; 0 for all of them
     running: int
-    waiting: int
+    waiting: int  # requests that wait for admission
     tokens_per_s: float
     cycles_per_s: float
-    failures_per_s: float
-    alpha: float | None
-    acceptance_rate: float | None
-    tokens_per_cycle: float | None
-    gamma: float | None
-    speedup: float | None
+    failures_per_s: float  # requests per second that ended in an error
+    alpha: float | None  # accepted over tested tokens; None when nothing was tested
+    acceptance_rate: float | None  # accepted over drafted tokens; None when nothing was drafted
+    tokens_per_cycle: float | None  # None before the first cycle
+    gamma: float | None  # mean gamma; None before the first cycle
+    speedup: float | None  # speedup over plain decoding; None while unknown
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Activity of one worker.
+    """Activity of one worker."""
 
-    Attributes:
-        role: draft or target.
-        address: host:port.
-        sessions: Sessions with a cache.
-        queue: Blocks waiting or running.
-        busy: Share of the time spent in steps.
-        batch: Mean blocks per step; None before the first step.
-        cache_use: Share of the KV cache budget in use.
-        ahead_hit_rate: Share of proposals that were prepared ahead; None before the first, and for
-            targets without a head.
-    """
-
-    role: str
-    address: str
+    role: str  # draft or target
+    address: str  # host:port
     pid: int
     healthy: bool
-    sessions: int
-    queue: int
-    busy: float
-    batch: float | None
+    sessions: int  # sessions with a cache
+    queue: int  # blocks waiting or running
+    busy: float  # share of the time spent in steps
+    batch: float | None  # mean blocks per step; None before the first step
     steps_per_s: float
-    cache_use: float
-    ahead_hit_rate: float | None
+    cache_use: float  # share of the KV cache budget in use
+    ahead_hit_rate: float | None  # prepared proposals; None before the first, and for targets without a head
 
 
 @dataclass(frozen=True)
 class Activity:
-    """Activity of the whole cluster between two snapshots.
-
-    Attributes:
-        total: All orchestrators together.
-        workers: Each worker, targets first.
-    """
+    """Activity of the whole cluster between two snapshots."""
 
     seconds: float
-    total: Speculation
+    total: Speculation  # all orchestrators together
     orchestrators: tuple[Speculation, ...]
-    workers: tuple[Worker, ...]
+    workers: tuple[Worker, ...]  # each worker, targets first
 
 
 def measure(before: Sequence[ProcessStatus], after: Sequence[ProcessStatus], seconds: float) -> Activity:
@@ -100,12 +77,6 @@ def measure(before: Sequence[ProcessStatus], after: Sequence[ProcessStatus], sec
         tuple(_speculation(pair[1].pid, [pair], seconds) for pair in orchestrators),
         tuple(_worker(*pair, seconds) for pair in workers),
     )
-
-
-Pair: TypeAlias = tuple[ProcessStatus, ProcessStatus]
-"""A process in both snapshots; twice in the second one if it is missing in the first."""
-
-TotalsT = TypeVar("TotalsT", SpeculationTotals, WorkerTotals)
 
 
 def _identity(process: ProcessStatus) -> tuple[str, int, str]:

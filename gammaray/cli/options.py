@@ -21,22 +21,15 @@ _FILE = click.Path(path_type=Path)
 
 @dataclass(frozen=True)
 class Connection:
-    """Connection options of a command.
+    """Connection options of a command."""
 
-    Args:
-        address: host:port of the gRPC API, or the URL of the HTTP API.
-        tls: Whether to use TLS; None: only if a file or the address implies it.
-        ca_file: PEM file of the trusted authorities.
-        cert_file: PEM file of the client certificate, and `key_file` that of its private key.
-    """
-
-    address: str
+    address: str  # host:port of the gRPC API, or URL of the HTTP API
     api_key: str | None
     timeout_s: float
-    tls: bool | None
-    ca_file: Path | None
-    cert_file: Path | None
-    key_file: Path | None
+    tls: bool | None  # whether to use TLS; None: only if a file or the address implies it
+    ca_file: Path | None  # PEM file of the trusted authorities
+    cert_file: Path | None  # PEM file of the client certificate
+    key_file: Path | None  # PEM file of its private key
 
     def client(self) -> AsyncClient:
         """Return a client of the gRPC API."""
@@ -55,9 +48,7 @@ class Connection:
 def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Function], _Function]:
     """Add the connection options, which the command receives as one argument, `connection`.
 
-    Args:
-        timeout_s: Default of `--timeout`.
-        http: The command uses the HTTP API: `--url` instead of `--address`.
+    With `http` the command uses the HTTP API: `--url` instead of `--address`.
     """
     options = (
         _option(
@@ -119,10 +110,7 @@ def _collected(
 
 
 def form_options(function: _Function) -> _Function:
-    """Add the options for the form of a text, which the command receives as one argument, `form`.
-
-    It has at most one of the keyword arguments of `gammaray.client.structured.OutputOptions`.
-    """
+    """Add the options for the form of a text, which the command receives as one argument, `form`."""
     file = click.Path(exists=True, dir_okay=False, path_type=Path)
     options = (
         click.option(

@@ -15,10 +15,7 @@ _VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def printable(text: str) -> str:
-    """Return what to print of a model's text, which may contain control characters.
-
-    On a terminal they are replaced by their Unicode symbols, those from U+0080 on by U+FFFD.
-    """
+    """Return a model's text for printing; on a terminal control characters become symbols or U+FFFD."""
     return text.translate(_VISIBLE) if sys.stdout.isatty() else text
 
 

@@ -139,8 +139,7 @@ class AsyncClient:
         With `json_schema`, `parsed` of the completion is the object that its text stands for.
         """
         request, form = build_with_form(prompt, options)
-        chunks = [chunk async for chunk in self._stream(request, form, timeout_s)]
-        return Completion.from_chunks(chunks, form)
+        return Completion.from_chunks([chunk async for chunk in self._stream(request, form, timeout_s)], form)
 
     def _stream(
         self, request: GenerationRequest, form: OutputForm, timeout_s: float | None
@@ -167,11 +166,7 @@ class AsyncClient:
     async def get_session(
         self, session_id: str, *, timeout_s: float = STATUS_TIMEOUT_S
     ) -> tuple[SessionInfo, tuple[EmittedToken, ...]]:
-        """Return a session and the tokens emitted in its current turn.
-
-        Raises:
-            NotFoundError: No such session, or it has expired.
-        """
+        """Return a session and the tokens emitted in its turn; NotFoundError if there is none (any more)."""
         request = pb.GetSessionRequest(session_id=session_id)
         answer = await self._transport.unary("GetSession", request, timeout_s)
         tokens = tuple(convert.token_from_proto(token) for token in answer.tokens)
@@ -213,11 +208,7 @@ class AsyncClient:
         return bool((await self._transport.unary("DeleteSession", request, timeout_s)).existed)
 
     async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> list[ProcessStatus]:
-        """Return the processes of the cluster.
-
-        Raises:
-            GammarayError: The call failed; the subclass names the cause.
-        """
+        """Return the processes of the cluster."""
         answer = await self._transport.unary("GetStatus", pb.GetStatusRequest(), timeout_s)
         return [process_from_proto(process) for process in answer.processes]
 

@@ -40,32 +40,23 @@ _MAX_TIMEOUT_S = 7 * 86_400.0
 
 @dataclass(frozen=True)
 class ChatPiece:
-    """A piece of an answer.
-
-    Args:
-        text: Its text.
-        finish_reason: In the last piece: why the answer ended.
-        speculation: In the last piece: the response object `gammaray`.
-    """
+    """A piece of an answer."""
 
     text: str
-    finish_reason: str | None = None
-    speculation: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None  # in the last piece: why the answer ended
+    speculation: dict[str, Any] = field(default_factory=dict)  # in the last piece: the object `gammaray`
 
 
 class Chat:
     """A conversation.
 
     Args:
-        url: Base URL of the HTTP API, with or without /v1; host:port is http:// or, with TLS options, https://.
+        url: Base URL of the HTTP API, with or without /v1; host:port is http:// or, with TLS, https://.
         api_key: API key, for clusters that require one.
         system: The system message; "" for none.
         timeout_s: Longest time without data from the server, in seconds.
         options: Further fields of the request, including `gammaray`.
-        tls: As in `AsyncClient`, like the following.
-        ca_file: PEM file of the trusted authorities.
-        cert_file: PEM file of the client certificate.
-        key_file: PEM file of its private key.
+        tls, ca_file, cert_file, key_file: As in `AsyncClient`.
 
     Attributes:
         messages: The conversation so far, in the format of the API.

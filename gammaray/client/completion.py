@@ -53,11 +53,7 @@ class Completion:
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Chunk], form: OutputForm | None = None) -> Completion:
-        """Join the chunks of one completion.
-
-        Raises:
-            InternalError: The stream ended without its last chunk.
-        """
+        """Join the chunks of one completion; InternalError if the last one is missing."""
         text = ""
         tokens: list[EmittedToken] = []
         last: Chunk | None = None

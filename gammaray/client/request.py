@@ -31,6 +31,8 @@ Prompt = str | Sequence[int] | GenerationRequest
 
 _Choice = TypeVar("_Choice", bound=Enum)
 
+_FORMS = frozenset(OutputOptions.__annotations__)
+
 
 class GenerateOptions(SamplingOptions, total=False):
     """Keyword arguments of `generate` and `complete`; missing ones take the default of the field they set.
@@ -153,7 +155,6 @@ def _choice(cls: type[_Choice], name: str, value: object) -> _Choice:
         raise InvalidArgumentError(name, value, f"one of {allowed}") from None
 
 
-_FORMS = frozenset(OutputOptions.__annotations__)
 _CONVERTERS: dict[str, Any] = {
     "stop": _strings,
     "stop_token_ids": TokenIds(max_ids=MAX_STOP_TOKEN_IDS).copied,

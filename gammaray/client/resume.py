@@ -44,11 +44,7 @@ async def stream_completion(
 ) -> AsyncGenerator[Chunk, None]:
     """Yield the chunks of a completion; closing the generator ends the call.
 
-    Args:
-        transport: Makes the calls.
-        request: What to generate, or which session to resume from where. Gets a session id if it has none
-            and is stored.
-        timeout_s: Deadline of the whole completion, in seconds; None: the transport's.
+    A stored request without a session id gets one. A `timeout_s` of None is the transport's.
 
     Raises:
         UnavailableError: The call of a completion that is not stored broke after its first token.
@@ -94,12 +90,7 @@ class _BrokenServerError(InternalError):
 
 
 class _RetryBudget:
-    """Retry budget of a completion.
-
-    Args:
-        deadline: Deadline of the completion, as `time.monotonic()`.
-        has_started: Whether the server has accepted the completion.
-    """
+    """Retry budget of a completion up to a deadline, as `time.monotonic()`."""
 
     def __init__(self, transport: Transport, deadline: float, has_started: bool) -> None:
         self.deadline = deadline
@@ -113,11 +104,7 @@ class _RetryBudget:
         self._has_started = True
 
     def pause_s(self, error: GammarayError) -> float:
-        """Return the delay before the next call, in seconds.
-
-        Raises:
-            GammarayError: `error`, if there is no next call.
-        """
+        """Return the seconds until the next call; raise `error` if there is none."""
         if self._has_started and self._failures == 0:
             pause_s = random.uniform(0.0, FIRST_PAUSE_S)
         else:

@@ -37,23 +37,14 @@ class OutputOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class OutputForm:
-    """The form of a completion.
+    """The form of a completion."""
 
-    Args:
-        name: Option that asks for it; empty for any text.
-        value: Its value.
-    """
-
-    name: str = ""
+    name: str = ""  # option that asks for it; empty for any text
     value: Any = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> OutputForm:
-        """Return the form that options ask for, see `OutputOptions`; other options are ignored.
-
-        Raises:
-            InvalidArgumentError: Several of the options are given.
-        """
+        """Return the form that options ask for; InvalidArgumentError if several do."""
         names = [name for name in _NAMES if options.get(name) is not None]
         if len(names) > 1:
             raise InvalidArgumentError(names[0], f"{' with '.join(names)}", f"one of {', '.join(_NAMES)}")
@@ -61,11 +52,7 @@ class OutputForm:
 
     @cached_property
     def grammar(self) -> Any:
-        """The grammar; empty for any text. That of the option `grammar` is not checked.
-
-        Raises:
-            InvalidArgumentError: The option's value is wrong.
-        """
+        """The grammar, unchecked if given as such; empty for any text. InvalidArgumentError if wrong."""
         writers: dict[str, Callable[[Any], str]] = {
             "json_schema": lambda _: json_schema_grammar(self._schema),
             "regex": regex_grammar,
@@ -77,11 +64,7 @@ class OutputForm:
 
     @property
     def http_fields(self) -> dict[str, Any]:
-        """The fields that ask for the form over HTTP.
-
-        Raises:
-            InvalidArgumentError: The option's value is wrong.
-        """
+        """The fields that ask for the form over HTTP; InvalidArgumentError for a wrong value."""
         if not self.name:
             return {}
         if self.name != "json_schema":
@@ -125,7 +108,6 @@ class OutputForm:
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any] | None:
-        """The type of a `json_schema` that is one."""
         if isinstance(self.value, (Mapping, bool)):
             return None
         if not isinstance(self.value, type) and get_origin(self.value) is None:

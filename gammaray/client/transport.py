@@ -79,15 +79,12 @@ class Transport:
     """A channel to one endpoint, opened at the first call, in the event loop of that call.
 
     Args:
-        address: host:port of the gRPC API.
         api_key: Sent as bearer token; None sends none.
         timeout_s: Default deadline of calls, in seconds.
-        retry: How often a call is retried.
         credentials: gRPC channel credentials; None: made from `tls`.
         tls: TLS options; None is plain text.
 
     Attributes:
-        is_closed: Whether it was closed.
         has_answered: Whether the cluster has ever answered a call.
 
     Raises:
@@ -120,21 +117,13 @@ class Transport:
         self.has_answered = False
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the deadline of a call that starts now, as `time.monotonic()`; None: the default timeout.
-
-        Raises:
-            InvalidArgumentError: The timeout is not a number of seconds above 0.
-        """
+        """Return the deadline, as `time.monotonic()`, of a call that starts now; None: the default one."""
         return time.monotonic() + check_timeout(
             "timeout_s", self._timeout_s if timeout_s is None else timeout_s
         )
 
     async def attempt(self, method: str, request: object, deadline: float) -> AsyncGenerator[Any, None]:
-        """Call `method` of the service once and yield its messages; closing the generator cancels the call.
-
-        Raises:
-            GammarayError: The subclass that fits the status.
-        """
+        """Call `method` once and yield its messages; closing the generator cancels the call."""
         left_s = deadline - time.monotonic()
         # Ray Serve does not pass the call's deadline on to its replicas.
         timeout = (TIMEOUT_HEADER, str(min(max(1, round(left_s * 1000)), MAX_TIMEOUT_MS)))
@@ -183,11 +172,7 @@ class Transport:
             await self.pause(delay_s)
 
     async def pause(self, delay_s: float) -> None:
-        """Wait before the next attempt of a call.
-
-        Raises:
-            CancelledError: The client was closed meanwhile.
-        """
+        """Wait before the next attempt of a call; CancelledError if the client is closed meanwhile."""
         await asyncio.sleep(delay_s)
         if self.is_closed:
             raise CancelledError("the client was closed")

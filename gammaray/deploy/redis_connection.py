@@ -102,10 +102,7 @@ _CODE = re.compile(r"(?:Error running script .*? -)?(?P<code>[A-Z]{3,}) ", re.DO
 
 
 class RefusedError(ConnectionError):
-    """Redis answered with a temporary error, whose first word is the `code`, and retries did not help.
-
-    The command was not executed.
-    """
+    """Redis refused a command, which it did not execute, with a temporary error that begins with `code`."""
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code
@@ -185,10 +182,9 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
 
     Args:
         timeout_s: Upper bound of one attempt to connect, of the wait for one reply, and of the wait for one
-            of the connections, in seconds.
+            of at most `max_connections`, in seconds.
         num_retries: Retries of a command while Redis cannot be reached or refuses it temporarily; the delay
             grows from 0.05 s to 0.5 s.
-        max_connections: Upper bound of connections; calls wait for a free one.
     """
     options: dict[str, Any] = {
         "max_connections": max_connections,
@@ -213,11 +209,7 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
 
 
 async def check_server(redis: Redis, redis_url: str) -> None:
-    """Check that a server that answers is one that gammaray works with.
-
-    Raises:
-        InvalidArgumentError: It is a node of a Redis Cluster, or too old.
-    """
+    """Raise InvalidArgumentError if a server is a node of a Redis Cluster, or too old."""
     shown = without_password(redis_url)
     try:
         info = await redis.info()

@@ -40,28 +40,6 @@ many only costs, and a new one may load its model for minutes."""
 SHRINK_MARGIN = 0.7
 """A replica is removed only if the load per remaining one is at most this share of the wanted load."""
 
-
-def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> dict[str, Any]:
-    """Return the `autoscaling_config` of a role's deployment, as JSON values.
-
-    If both bounds of its size are equal, the pool reports its load and keeps its size.
-    """
-    return {
-        "min_replicas": size.minimum,
-        # A pool with minimum 0 starts with one replica, to measure whether drafting pays.
-        "initial_replicas": max(1, size.minimum),
-        "max_replicas": size.maximum,
-        "metrics_interval_s": REPORT_INTERVAL_S,
-        "look_back_period_s": _NUM_REPORTS * REPORT_INTERVAL_S,
-        "upscale_delay_s": SCALE_UP_DELAY_S,
-        "downscale_delay_s": SCALE_DOWN_DELAY_S,
-        "policy": {
-            "policy_function": _POLICIES[role],
-            "policy_kwargs": {"settings": settings.model_dump(mode="json")},
-        },
-    }
-
-
 GRPC_SERVICERS: Final = ("orchestrator.api.grpc_handlers.add_generation_service",)
 """Servicers that Serve's gRPC options must name to expose the public API."""
 
@@ -96,34 +74,44 @@ SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
 """Variables that every process of every Ray node must have before Ray and gRPC are imported."""
 
 
-def log_with_serve() -> None:
-    """Let all loggers of a replica write to the replica's log, each record with its level.
+def autoscaling_config(role: str, size: PoolSize, settings: ScalingSettings) -> dict[str, Any]:
+    """Return the `autoscaling_config` of a role's deployment, as JSON values.
 
-    Without a handler they write to stderr, without a level.
+    If both bounds of its size are equal, the pool reports its load and keeps its size.
     """
+    return {
+        "min_replicas": size.minimum,
+        # A pool with minimum 0 starts with one replica, to measure whether drafting pays.
+        "initial_replicas": max(1, size.minimum),
+        "max_replicas": size.maximum,
+        "metrics_interval_s": REPORT_INTERVAL_S,
+        "look_back_period_s": _NUM_REPORTS * REPORT_INTERVAL_S,
+        "upscale_delay_s": SCALE_UP_DELAY_S,
+        "downscale_delay_s": SCALE_DOWN_DELAY_S,
+        "policy": {
+            "policy_function": _POLICIES[role],
+            "policy_kwargs": {"settings": settings.model_dump(mode="json")},
+        },
+    }
+
+
+def log_with_serve() -> None:
+    """Let all loggers write to the replica's log, with levels, instead of to stderr."""
     for handler in logging.getLogger("ray.serve").handlers:
         logging.getLogger().addHandler(handler)
 
 
 @dataclass(frozen=True)
 class ServeApplication:
-    """One application of a cluster.
-
-    Args:
-        name: Name in Serve.
-        deployment: Name of its one deployment.
-        import_path: `module:function` that builds it from its settings, for a Serve configuration.
-        route_prefix: Route prefix of its HTTP API; None if it has none.
-        resource: Logical Ray resource: each node for this role has one, and each replica takes one.
-    """
+    """One application of a cluster."""
 
     role: str
-    name: str
-    deployment: str
-    import_path: str
+    name: str  # in Serve
+    deployment: str  # name of its one deployment
+    import_path: str  # `module:function` that builds it from its settings, for a Serve configuration
     settings: type[OrchestratorSettings] | type[WorkerSettings]
-    route_prefix: str | None
-    resource: str
+    route_prefix: str | None  # of its HTTP API; None if it has none
+    resource: str  # logical Ray resource: each node for this role has one, and each replica takes one
 
 
 APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
@@ -202,7 +190,7 @@ def role_settings(cluster: ClusterSettings) -> dict[str, dict[str, Any]]:
             "model": cluster.draft,
             "draft_weights": cluster.draft_weights,
             **worker,
-            **_mapped(cluster),
+            **({} if cluster.draft == cluster.target else {"target": cluster.target}),
         },
         "orchestrator": {"model": cluster.target},
     }
@@ -214,8 +202,3 @@ def _absolute_adapters(lora: str) -> str:
     return ",".join(
         f"{name}={Path(at).absolute() if Path(at).exists() else at}" for name, at in found.items()
     )
-
-
-def _mapped(cluster: ClusterSettings) -> dict[str, Any]:
-    """Return the setting that names the target for draft workers."""
-    return {} if cluster.draft == cluster.target else {"target": cluster.target}

@@ -71,9 +71,9 @@ class GrammarCheck:
 
 
 class CheckPool:
-    """Up to `num_processes` processes that check grammars for one tokenizer. Thread-safe.
+    """Up to `num_processes` processes, started when needed, that check grammars for one tokenizer.
 
-    A process starts when it is first needed. `tokenizer_json` is in the format of `tokenizers`.
+    Thread-safe. `tokenizer_json` is in the format of `tokenizers`.
     """
 
     def __init__(
@@ -176,10 +176,7 @@ class _Process:
         self.is_idle = False
 
     def ask(self, check: GrammarCheck) -> tuple[list[str] | None, float]:
-        """Return the error of a grammar, as what was got and what is allowed, and the check's CPU time.
-
-        Raises `_EndedError`, and the errors of `CheckPool.check`.
-        """
+        """Return a grammar's error, as got and allowed, and the check's CPU time; raises `_EndedError`."""
         if self._settings is not None:
             self._write(self._settings)
             # Not cancelled with the check, as the next one would begin anew.
@@ -195,7 +192,6 @@ class _Process:
         return error, cpu_s
 
     def end(self) -> None:
-        """Kill the process and wait for its end."""
         self._child.kill()
         with contextlib.suppress(OSError):
             self._child.__exit__(None, None, None)  # closes the pipes, and waits

@@ -42,14 +42,10 @@ def grammar_identity() -> str:
 
 
 class GrammarCompiler:
-    """Checks and compiles grammars for one tokenizer. Thread-safe.
+    """Checks and compiles grammars for one tokenizer, in the format of `tokenizers`. Thread-safe.
 
-    Each completion has a compiled grammar of its own: copies of one share a lexer, whose limits they spend
-    together, and whose error is everybody's (`LLMatcher.deep_copy` of llguidance).
-
-    Args:
-        tokenizer_json: The tokenizer in the format of `tokenizers`, as `to_str` of its backend gives it.
-        eos_token_ids: Its end-of-sequence tokens; without any, those that llguidance finds.
+    Each completion has a compiled grammar of its own: copies (`LLMatcher.deep_copy`) share a lexer, with its
+    limits and errors. Without `eos_token_ids` llguidance looks for the end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
@@ -81,8 +77,7 @@ class GrammarCompiler:
         memory are those of `check_pool`: it repeats a part of the same work.
 
         Args:
-            end_token_ids: Tokens that end this completion, where the grammar is complete; None for the
-                end-of-sequence tokens.
+            end_token_ids: Tokens that end this completion; None for the end-of-sequence tokens.
 
         Raises:
             InvalidArgumentError: The grammar is wrong, unsupported or too complex.
@@ -98,8 +93,7 @@ class GrammarCompiler:
 
         check_syntax(grammar, self._tokenizer)
         limits = LLParserLimits(**_LIMITS, verbose_errors=False)
-        text = LLMatcher.grammar_from_lark(grammar)
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         return matcher
@@ -145,11 +139,7 @@ class GrammarState:
         return self._num_tokens
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens of the completion. That they exceed the limits is for the next question to tell.
-
-        Raises:
-            InvalidArgumentError: One of them does not follow the grammar.
-        """
+        """Add tokens of the completion; InvalidArgumentError if one does not follow the grammar."""
         if not self.is_ended:
             tokens = token_ids[: self._end_of(token_ids)]
             matcher = self._current()

@@ -22,6 +22,11 @@ JSON_OBJECT: Mapping[str, Any] = {"type": "object"}
 # What `json.dumps(..., ensure_ascii=False)` writes; no endless whitespace.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+# A slash would end an expression in Lark, a newline is no part of one. `\<` and `\>` are word boundaries in
+# Rust's expressions, which llguidance does not support, and the characters themselves elsewhere.
+_SPECIAL = re.compile(r"\\.|[/\n]|<(?=\[)", re.DOTALL)
+_IN_LARK = {"/": r"\/", "\n": r"\n", "<": r"\x3c", ">": r"\x3e"}
+
 
 def json_schema_grammar(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> str:
     """Return the grammar of JSON texts that match a schema, see `json_rule`."""
@@ -47,7 +52,9 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(field, f"a value that is no JSON ({error})", "a JSON schema") from None
     except RecursionError:
-        raise _too_deep(field) from None
+        raise InvalidArgumentError(
+            field, "a schema that is nested too deeply", f"{MAX_DEPTH} levels"
+        ) from None
     prepare(copied, field)
     return f"%json {_escaped(json.dumps({**copied, 'x-guidance': _STYLE}))}"
 
@@ -82,15 +89,5 @@ def _escaped(text: str) -> str:
     return text.replace("<", "\\u003c").replace("\x7f", "\\u007f")
 
 
-# A slash would end an expression in Lark, a newline is no part of one. `\<` and `\>` are word boundaries in
-# Rust's expressions, which llguidance does not support, and the characters themselves elsewhere.
-_SPECIAL = re.compile(r"\\.|[/\n]|<(?=\[)", re.DOTALL)
-_IN_LARK = {"/": r"\/", "\n": r"\n", "<": r"\x3c", ">": r"\x3e"}
-
-
 def _in_lark(found: re.Match[str]) -> str:
     return _IN_LARK.get(found.group()[-1], found.group())
-
-
-def _too_deep(field: str) -> InvalidArgumentError:
-    return InvalidArgumentError(field, "a schema that is nested too deeply", f"{MAX_DEPTH} levels")

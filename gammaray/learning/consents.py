@@ -23,22 +23,14 @@ Consent = Literal["own", "shared"]
 
 
 class Consents(BaseModel):
-    """The tenants that agreed. What is learnt notes the numbers of the consents that it rests on.
-
-    Args:
-        tenants: Which drafter the streams of each train; the tenant "" of clusters without API keys always
-            agrees.
-        numbers: Generation at which each tenant withdrew last, which is the number of its next consent.
-        generation: Number of withdrawals so far.
-        pending: Tenants that withdrew and whose data are not all deleted yet.
-    """
+    """The tenants that agreed. Streams and versions carry the numbers of the consents that allow them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tenants: dict[str, Consent] = {}
-    numbers: dict[str, int] = {}
-    generation: int = 0
-    pending: tuple[str, ...] = ()
+    tenants: dict[str, Consent] = {}  # drafter that the streams train; "" (no API keys) always agrees
+    numbers: dict[str, int] = {}  # generation of each tenant's last withdrawal: number of its next consent
+    generation: int = 0  # number of withdrawals so far
+    pending: tuple[str, ...] = ()  # tenants that withdrew and whose data are not all deleted yet
 
     def drafter_of(self, tenant: str) -> str | None:
         """Return the drafter that serves a tenant and learns from it; None: that of the start."""
@@ -68,7 +60,7 @@ class Consents(BaseModel):
         return self.model_copy(update={"tenants": {**self.tenants, tenant: to}})
 
     def without(self, tenant: str) -> Consents:
-        """Return these with a consent withdrawn, and the deletions pending; that of "" begins anew."""
+        """Return the consents without a tenant's, whose deletions are pending; that of "" begins anew."""
         return Consents(
             tenants={name: to for name, to in self.tenants.items() if name != tenant},
             numbers={**self.numbers, tenant: self.generation + 1},

@@ -54,19 +54,12 @@ def _is_drafter(name: str) -> bool:
 
 
 class RecordName(NamedTuple):
-    """What the name of a stream's file says.
+    """What the name of a stream's file says."""
 
-    Args:
-        written_at: Unix time in nanoseconds.
-        tenant: Whose stream it is.
-        session: First 16 hex digits of the SHA-256 of the session's id.
-        num_answer: Number of tokens that can be learnt from.
-    """
-
-    written_at: int
-    tenant: str
-    session: str
-    num_answer: int
+    written_at: int  # Unix time in nanoseconds
+    tenant: str  # whose stream it is
+    session: str  # first 16 hex digits of the SHA-256 of the session's id
+    num_answer: int  # number of tokens that can be learnt from
 
     @classmethod
     def parse(cls, path: Path) -> RecordName:
@@ -79,17 +72,12 @@ class RecordName(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A file in a folder of streams, also of a writer that was killed.
-
-    Args:
-        at: Unix time, the earlier one of the file's and of its name's: a clock may have been wrong.
-        name: None if it was not written as a stream; it may be a copy of one.
-    """
+    """A file in a folder of streams, also of a writer that was killed."""
 
     path: Path
     size: int
-    at: float
-    name: RecordName | None
+    at: float  # Unix time, the earlier one of the file's and of its name's: a clock may have been wrong
+    name: RecordName | None  # None if it was not written as a stream; it may be a copy of one
 
 
 def stored_streams(records: Path) -> Iterator[Stream]:
@@ -107,50 +95,32 @@ def stored_streams(records: Path) -> Iterator[Stream]:
 
 
 class Version(BaseModel):
-    """One version of a drafter.
-
-    Args:
-        number: From 1 on.
-        parent: The version that its training began with; 0 is the drafter of the start.
-        created_at: When it was published.
-        tenants: Tenants whose streams it, or a version before it, was trained on, with the numbers of their
-            consents, see `Consents`.
-        tokens: Tokens of completions that its training could draw from.
-        expected: Tokens per proposal that held-out streams expect, of five.
-        parent_expected: The same of its parent.
-        status: candidate: serves a share of the sessions; stable: serves all others; former: was stable;
-            rolled back: was worse or could not be loaded; deleted: one of these whose weights are no longer
-            kept; retired: its tenant withdrew.
-        reason: Why it was rolled back or retired.
-    """
+    """One version of a drafter."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    number: int
-    parent: int
-    created_at: datetime
+    number: int  # from 1 on
+    parent: int  # the version that its training began with; 0 is the drafter of the start
+    created_at: datetime  # when it was published
+    # Tenants whose streams it, or one before it, was trained on, with the numbers of their consents.
     tenants: Annotated[dict[str, int], BeforeValidator(_numbered)]
-    tokens: int
-    expected: float
-    parent_expected: float
+    tokens: int  # tokens of completions that its training could draw from
+    expected: float  # tokens per proposal that held-out streams expect, of five
+    parent_expected: float  # the same of its parent
+    # candidate: serves a share of the sessions; stable: serves all others; former: was stable; rolled back:
+    # was worse or could not be loaded; deleted: one of these without weights; retired: its tenant withdrew.
     status: Status = "candidate"
-    reason: str = ""
+    reason: str = ""  # why it was rolled back or retired
 
 
 class DrafterState(BaseModel):
-    """Which versions of a drafter there are, and which of them serves.
-
-    Args:
-        versions: The newest ones, and those whose weights are kept, by number.
-        stable: Number of the version that serves; 0 is the drafter of the start.
-        is_pinned: Whether no further version is published.
-    """
+    """Which versions of a drafter there are, and which of them serves."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    versions: tuple[Version, ...] = ()
-    stable: int = 0
-    is_pinned: bool = False
+    versions: tuple[Version, ...] = ()  # the newest ones, and those whose weights are kept, by number
+    stable: int = 0  # number of the version that serves; 0 is the drafter of the start
+    is_pinned: bool = False  # whether no further version is published
 
     @property
     def candidate(self) -> int | None:
@@ -169,13 +139,13 @@ class DrafterState(BaseModel):
         return self.versions[-1].number if self.versions else 0
 
     def with_status(self, number: int, status: Status, reason: str = "") -> DrafterState:
-        """Return these with another status of one version."""
+        """Return the state with another status of one version."""
         changed = self.version(number).model_copy(update={"status": status, "reason": reason})
         versions = tuple(changed if one.number == number else one for one in self.versions)
         return self.model_copy(update={"versions": versions})
 
     def with_stable(self, number: int) -> DrafterState:
-        """Return these with another stable version; the one before becomes a former one."""
+        """Return the state with another stable version; the one before becomes a former one."""
         changed = self
         if self.stable and self.version(self.stable).status == "stable":
             changed = changed.with_status(self.stable, "former")
@@ -201,7 +171,7 @@ class DrafterState(BaseModel):
         return numbers.union(ended[-FORMER:]) - {0}
 
     def bounded(self) -> DrafterState:
-        """Return these without the oldest ones whose weights are not kept."""
+        """Return the state without the oldest versions whose weights are not kept."""
         kept, found = self.kept(), self
         for one in self.versions:
             if one.number not in kept and one.status in ("former", "rolled back"):
@@ -233,14 +203,10 @@ class DrafterFolder:
         return self.path / "versions" / f"{number:06d}"
 
     def publish(self, written: Path, make: Callable[[int], Version]) -> Version | None:
-        """Add a version, which `make` returns for its number, as the candidate.
+        """Add a version, which `make` returns for its number, as the candidate, and return it.
 
-        Args:
-            written: Its directory, which is moved here, or deleted.
-
-        Returns:
-            The version; None if there is a candidate, the stable version is pinned, or a consent on which the
-            version rests was withdrawn.
+        The directory `written` is moved here; or deleted, and None returned, if there is a candidate, the
+        stable version is pinned, or a consent on which the version rests was withdrawn.
         """
         published: list[Version] = []
 
@@ -266,10 +232,7 @@ class DrafterFolder:
         self._change(lambda found: found.with_stable(number) if found.candidate == number else found)
 
     def roll_back(self, number: int, reason: str) -> int:
-        """End a version: a candidate, or the stable one, which the nearest version before it replaces.
-
-        Returns the number of the stable version.
-        """
+        """End the candidate, or the stable version for the one before; return the stable one's number."""
 
         def end(found: DrafterState) -> DrafterState:
             if found.version(number).status not in ("candidate", "stable"):
@@ -281,10 +244,7 @@ class DrafterFolder:
         return self._change(end).stable
 
     def pin(self, number: int) -> None:
-        """Make a version stable, and publish no other one until `unpin`; 0 is the drafter of the start.
-
-        Raises FailedPreconditionError if its weights were deleted.
-        """
+        """Make a version stable (0: the drafter of the start), and publish no other one until `unpin`."""
 
         def pin(found: DrafterState) -> DrafterState:
             if number and (one := found.version(number)).status in ("retired", "deleted"):
@@ -300,9 +260,9 @@ class DrafterFolder:
         self._change(lambda found: found.model_copy(update={"is_pinned": False}))
 
     def clean(self, consents: Consents, *, unpublished: bool = False) -> list[int]:
-        """Retire versions whose consents were withdrawn, and delete all weights that no version needs.
+        """Retire versions whose consents were withdrawn, and return their numbers.
 
-        With `unpublished` also those that are being written. Returns the numbers of the retired versions.
+        All weights that no version needs are deleted, with `unpublished` also those that are being written.
         """
         retired: list[int] = []
 
@@ -344,10 +304,7 @@ class LearningFolder:
         self.path = path
 
     def secure(self) -> None:
-        """Make the folder if it is missing, and leave what it holds to its owner alone.
-
-        Raises InvalidArgumentError if other things are in it, or it belongs to another user.
-        """
+        """Make the folder, for its owner alone; InvalidArgumentError for other contents or another owner."""
         allowed = "a folder of this user that is new, empty, or for its owner alone (0700)"
         try:
             names = {one.name for one in make_folder(self.path).iterdir()} - {"lost+found"}

@@ -16,39 +16,30 @@ from dataclasses import dataclass, field
 
 from gammaray.types import DrafterKind, SpeculationSummary, TokenOrigin
 
+_DEPTH_STRENGTH = 8.0
+"""Weight of the pooled alpha at each depth, in tested tokens."""
+
 
 @dataclass
 class SpeculationCounters:
-    """Sums over the cycles of one completion.
-
-    Attributes:
-        accepted_lengths: Entry j: number of cycles in which j tokens were accepted.
-        draft_s: Seconds waited for proposals.
-        verify_s: Seconds waited for verdicts.
-        decode_s: Seconds of the cycles after the first.
-        plain_s: Seconds that their tokens would have taken with plain decoding.
-        cycles_by_drafter: Cycles by drafter kind; NONE if nothing was proposed.
-        prediction_drafted: Proposed tokens of the request's prediction.
-        prediction_accepted: Those of them that were accepted.
-        fallbacks: Cycles in which the drafter that the request allows could not propose.
-        draft_workers: Addresses of the draft workers that proposed.
-    """
+    """Sums over the cycles of one completion."""
 
     cycles: int = 0
     drafted: int = 0
     tested: int = 0
     accepted: int = 0
     emitted: int = 0
-    accepted_lengths: list[int] = field(default_factory=list)
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    decode_s: float = 0.0
-    plain_s: float = 0.0
+    accepted_lengths: list[int] = field(default_factory=list)  # [j]: cycles in which j tokens were accepted
+    draft_s: float = 0.0  # seconds waited for proposals
+    verify_s: float = 0.0  # seconds waited for verdicts
+    decode_s: float = 0.0  # seconds of the cycles after the first
+    plain_s: float = 0.0  # seconds that their tokens would have taken with plain decoding
+    # Entry NONE: cycles in which nothing was proposed.
     cycles_by_drafter: dict[DrafterKind, int] = field(default_factory=lambda: dict.fromkeys(DrafterKind, 0))
-    prediction_drafted: int = 0
-    prediction_accepted: int = 0
-    fallbacks: int = 0
-    draft_workers: set[str] = field(default_factory=set)
+    prediction_drafted: int = 0  # proposed tokens of the request's prediction
+    prediction_accepted: int = 0  # those of them that were accepted
+    fallbacks: int = 0  # cycles in which the drafter that the request allows could not propose
+    draft_workers: set[str] = field(default_factory=set)  # addresses of the draft workers that proposed
 
     def observe(
         self,
@@ -68,12 +59,9 @@ class SpeculationCounters:
         """Count one cycle.
 
         Args:
-            gamma: Tokens proposed, 0 for plain decoding.
             tested: Proposed tokens that were tested: the accepted ones, plus one if a token was rejected.
-            accepted: Proposed tokens that were accepted.
             emitted: Tokens emitted; fewer than accepted + 1 if the completion was truncated.
             plain_cycle_s: Current seconds of a cycle at gamma 0, or None if unknown.
-            draft_worker: Address of the draft worker, "" for none.
         """
         if self.cycles > 0 and plain_cycle_s is not None:
             self.decode_s += cycle_s
@@ -136,11 +124,7 @@ class SpeculationCounters:
         return self.plain_s / self.decode_s if self.decode_s > 0 else None
 
     def summary(self, total_s: float) -> SpeculationSummary:
-        """Return the summary for the client.
-
-        Args:
-            total_s: Seconds from the start of the first cycle to the end of the last.
-        """
+        """Return the summary for the client; `total_s` is the time of all cycles."""
         return SpeculationSummary(
             cycles=self.cycles,
             tokens_per_cycle=self.tokens_per_cycle,
@@ -164,10 +148,6 @@ class SpeculationCounters:
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
         )
-
-
-_DEPTH_STRENGTH = 8.0
-"""Weight of the pooled alpha at each depth, in tested tokens."""
 
 
 class AcceptanceEstimator:
@@ -197,10 +177,7 @@ class AcceptanceEstimator:
         self._tested: list[float] = []
 
     def observe(self, tested: int, accepted: int) -> None:
-        """Count one cycle: `tested` tokens were tested and the first `accepted` of them were accepted.
-
-        A cycle without tested tokens is ignored.
-        """
+        """Count one cycle: `tested` tokens were tested and the first `accepted` of them were accepted."""
         if tested == 0:
             return
         self.fade(self._decay)

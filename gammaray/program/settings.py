@@ -25,9 +25,7 @@ SettingsT = TypeVar("SettingsT", bound=BaseModel)
 def settings_options(settings: type[BaseModel], *, has_types: bool) -> list[click.Option]:
     """Return one option per field, those of the class itself before inherited ones; None if omitted.
 
-    Args:
-        has_types: Whether click checks numbers and choices and shows them in the help; if not, options are
-            texts, which only the settings class checks.
+    Click checks numbers and choices, and shows them, if `has_types`; else only the settings class does.
     """
     fields = sorted(settings.model_fields.items(), key=lambda field: field[0] not in settings.__annotations__)
     return [_option(name, info, has_types) for name, info in fields]
@@ -36,12 +34,7 @@ def settings_options(settings: type[BaseModel], *, has_types: bool) -> list[clic
 def parse_settings(
     settings: type[SettingsT], prog: str, argv: Sequence[str], others: Sequence[click.Parameter] = ()
 ) -> tuple[SettingsT, dict[str, Any]]:
-    """Return the settings of a process's command line, and the values of its `others`, which are no settings.
-
-    Raises:
-        InvalidArgumentError: An option is unknown or a setting is invalid.
-        SystemExit: After `--help`.
-    """
+    """Return the settings of a command line, and the values of its other options, `others`."""
     command = click.Command(
         prog, params=[*settings_options(settings, has_types=False), *others], help=settings.__doc__
     )

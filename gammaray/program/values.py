@@ -42,11 +42,9 @@ def temperature(text: str) -> float:
 def list_of(
     parse: Callable[[str], _Value], allowed: str
 ) -> Callable[[click.Context, click.Parameter, str], tuple[_Value, ...]]:
-    """Return an option callback that parses a comma-separated list; duplicates are dropped.
+    """Return an option callback that parses a comma-separated list of `allowed` parts, each of them once.
 
-    Args:
-        parse: Parses one part; its ValueError or InvalidArgumentError rejects the option.
-        allowed: Description of the allowed parts, for the message.
+    `parse` parses one part; its ValueError or InvalidArgumentError rejects the option.
     """
 
     def callback(context: click.Context, parameter: click.Parameter, value: str) -> tuple[_Value, ...]:

@@ -23,24 +23,18 @@ class Fitness(str, Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement on a candidate: its reasons and warnings in sentences.
-
-    Attributes:
-        best_speedup: The largest measured speedup of all temperatures; 0 when there is none.
-    """
+    """The judgement on a candidate: its reasons and warnings in sentences."""
 
     fitness: Fitness
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
-    best_speedup: float = 0.0
+    best_speedup: float = 0.0  # measured, over all temperatures; 0 when there is none
 
 
 def judge(result: Mapping[str, Any], min_speedup: float, *, is_exact: bool) -> Judgement:
     """Return the judgement on a result of `run_bench`, which pays from a speedup of `min_speedup` on.
 
-    Args:
-        is_exact: Whether the target computes a row with the same bits in every batch, so that any other token
-            is a loss; else it may be rounding.
+    If rows have the same bits in every batch, `is_exact`, any other token is a loss; else it may be rounding.
     """
     paying, other, losses, warnings = list[str](), list[str](), list[str](), list[str]()
     speedups = [0.0]

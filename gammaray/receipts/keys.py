@@ -23,20 +23,15 @@ _Bytes32 = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")]
 
 
 class ReceiptKey(BaseModel):
-    """A key, as a JSON Web Key.
-
-    Args:
-        x: The public key, 32 bytes in base64url.
-        d: The private key in the same form; None for a former key, and where keys are published.
-    """
+    """A key, as a JSON Web Key."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     kty: Literal["OKP"] = "OKP"
     crv: Literal["Ed25519"] = "Ed25519"
     kid: str
-    x: _Bytes32
-    d: _Bytes32 | None = Field(None, repr=False)
+    x: _Bytes32  # public key, 32 bytes in base64url
+    d: _Bytes32 | None = Field(None, repr=False)  # private key; None for a former or published one
 
     @property
     def public(self) -> ReceiptKey:
@@ -62,25 +57,16 @@ class ReceiptKey(BaseModel):
 
 
 class KeySet(BaseModel):
-    """A JSON Web Key Set.
-
-    Args:
-        keys: Former ones first.
-        dtypes: Those of the arithmetic of the targets of the server that publishes it; empty: not known.
-    """
+    """A JSON Web Key Set."""
 
     model_config = ConfigDict(frozen=True)
 
-    keys: tuple[ReceiptKey, ...]
-    dtypes: tuple[str, ...] = ()
+    keys: tuple[ReceiptKey, ...]  # former ones first
+    dtypes: tuple[str, ...] = ()  # of the arithmetic of the publisher's targets; empty: not known
 
 
 def parse_keys(text: bytes, where: str, field: str = "key") -> KeySet:
-    """Return a JSON Web Key Set.
-
-    Raises:
-        InvalidArgumentError: It is none; names the field and the place, but never the content.
-    """
+    """Return a JSON Web Key Set; InvalidArgumentError names the wrong field and place, never the content."""
     try:
         return KeySet.model_validate_json(text)
     except ValidationError as error:
@@ -90,11 +76,7 @@ def parse_keys(text: bytes, where: str, field: str = "key") -> KeySet:
 
 
 def read_receipt_keys(path: Path) -> tuple[ReceiptKey, ...]:
-    """Return the keys of a file, former ones first; the last one signs.
-
-    Raises:
-        InvalidArgumentError: It cannot be read, or the last key has no private part.
-    """
+    """Return the keys of a file, former ones first; InvalidArgumentError if the last one cannot sign."""
     allowed = "a file made by `gammaray keys receipts`"
     keys = parse_keys(read_bounded(path, _FIELD, allowed), str(path), _FIELD).keys
     if not keys or keys[-1].d is None:
@@ -103,10 +85,7 @@ def read_receipt_keys(path: Path) -> tuple[ReceiptKey, ...]:
 
 
 def rotate(path: Path) -> tuple[ReceiptKey, ...]:
-    """Add a key to a file, which is created if missing; former keys lose their private part.
-
-    Returns:
-        The public parts of all keys, the new one last.
+    """Add a key to a file, made if missing; former keys lose their private part. Return the public parts.
 
     Raises:
         InvalidArgumentError: The file cannot be used.

@@ -32,41 +32,24 @@ def dtype_of(model_identity: str) -> str:
 
 
 class Receipt(BaseModel):
-    """What a receipt says about the turn of a session.
-
-    Args:
-        version: Of this form.
-        issued_at: Unix time in seconds at which it was signed.
-        model: Name of the model, or of a LoRA adapter, that the client used.
-        model_identity: Fingerprint of weights and arithmetic, see `services.process.fingerprints`: the
-            checkpoint's SHA-256, "/", the dtype, and more in deterministic mode and with an adapter.
-        tokenizer: SHA-256 of the tokenizer's vocabulary.
-        eos_token_ids: Tokens that end a completion, unless `ignore_eos`.
-        grammars: The grammar library and its version; empty without a grammar.
-        prompt_token_ids: The prompt, earlier turns included.
-        sampling: Sampling parameters with the seed in use and the grammar, which a JSON schema became.
-        max_tokens: Upper bound of emitted tokens, clipped to the context.
-        stop: The texts before which the completion ends.
-        stop_token_ids: Further tokens that end it.
-        ignore_eos: Whether it continues after end-of-sequence tokens.
-    """
+    """What a receipt says about the turn of a session."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    version: Literal[1] = 1
-    issued_at: int
-    model: str
-    model_identity: str
-    tokenizer: str
-    eos_token_ids: tuple[int, ...]
-    grammars: str = ""
+    version: Literal[1] = 1  # of this form
+    issued_at: int  # Unix time in seconds at which it was signed
+    model: str  # name of the model, or of a LoRA adapter, that the client used
+    model_identity: str  # of weights and arithmetic, see `services.process.fingerprints`
+    tokenizer: str  # SHA-256 of the tokenizer's vocabulary
+    eos_token_ids: tuple[int, ...]  # tokens that end a completion, unless `ignore_eos`
+    grammars: str = ""  # the grammar library and its version; empty without a grammar
     verification: VerificationMethod
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    max_tokens: int
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    prompt_token_ids: tuple[int, ...]  # the prompt, earlier turns included
+    sampling: SamplingParams  # with the seed in use, and the grammar that a JSON schema became
+    max_tokens: int  # upper bound of emitted tokens, clipped to the context
+    stop: tuple[str, ...] = ()  # the texts before which the completion ends
+    stop_token_ids: tuple[int, ...] = ()  # further tokens that end it
+    ignore_eos: bool = False  # whether it continues after end-of-sequence tokens
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
 
@@ -93,11 +76,7 @@ class SignedReceipt:
 
     @classmethod
     def parse(cls, text: str) -> SignedReceipt:
-        """Return the receipt of a text, whose signature is not checked.
-
-        Raises:
-            InvalidArgumentError: It is no receipt, has been cut, or is of another version.
-        """
+        """Return the receipt of a text, with its signature unchecked; InvalidArgumentError if it is none."""
         head, _, rest = text.partition(".")
         body, _, signature = rest.partition(".")
         try:

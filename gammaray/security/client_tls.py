@@ -52,7 +52,7 @@ class ClientTls:
             if self.key_file is not None:
                 _check_readable("key_file", self.key_file)
             try:
-                context.load_cert_chain(self.cert_file, self.key_file, password=_no_password)
+                context.load_cert_chain(self.cert_file, self.key_file, password=lambda: "")  # no prompt
             except ssl.SSLError as error:
                 key = "key_file" if self.key_file is not None else "the same file"
                 allowed = f"{_PEM} of a certificate whose key, unencrypted, is in {key} ({_reason(error)})"
@@ -69,8 +69,7 @@ def client_tls(
 ) -> ClientTls | None:
     """Return the TLS options of a connection; None for plain text.
 
-    Args:
-        tls: Whether to use TLS; None: only if a file, or the address by https:// or grpcs://, implies it.
+    Without a `tls` they are implied by a file, or by an address with https:// or grpcs://.
 
     Raises:
         InvalidArgumentError: Files are given with `tls` disabled, a key without a certificate, or a file that
@@ -110,10 +109,6 @@ def _check_readable(field: str, path: Path) -> None:
         path.read_bytes()
     except OSError as error:
         raise InvalidArgumentError(field, str(path), f"{_PEM} ({error.strerror})") from None
-
-
-def _no_password() -> str:
-    return ""  # otherwise OpenSSL prompts for one on the terminal
 
 
 def _reason(error: ssl.SSLError) -> str:

@@ -34,19 +34,13 @@ _KEY = re.compile(r"gr_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
 
 
 class ApiKey(BaseModel):
-    """One entry of the key file; it cannot be used to authenticate.
-
-    Args:
-        id: The public part of the key.
-        tenant: Tenant that owns the key: 1 to 32 of a-z 0-9 and -.
-        sha256: SHA-256 of the whole key, in hex.
-    """
+    """One entry of the key file; it cannot be used to authenticate."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
-    tenant: Annotated[str, Field(pattern=f"^{TENANT}$")]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]  # the public part of the key
+    tenant: Annotated[str, Field(pattern=f"^{TENANT}$")]  # tenant that owns the key: 1 to 32 of a-z 0-9 and -
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256 of the whole key, in hex
     created_at: datetime
     note: Annotated[str, Field(max_length=256)] = ""
 
@@ -83,11 +77,7 @@ def is_tenant(name: str) -> bool:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Return the keys of a file.
-
-    Raises:
-        InvalidArgumentError: It cannot be read, or is not a key file; names the place, but never the content.
-    """
+    """Return the keys of a file; InvalidArgumentError names the wrong place, never the content."""
     allowed = "a key file made by `gammaray keys create`"
     text = read_bounded(path, "api_keys_file", allowed)
     try:
@@ -126,12 +116,11 @@ def create_key(path: Path, tenant: str, note: str = "") -> tuple[ApiKey, str]:
         secret = make_secret()
         while any(key.id == key_id_of(secret) for key in keys):
             secret = make_secret()
-        created_at = datetime.now(timezone.utc).replace(microsecond=0)
         key = ApiKey(
             id=key_id_of(secret) or "",
             tenant=tenant,
             sha256=hash_key(secret),
-            created_at=created_at,
+            created_at=datetime.now(timezone.utc).replace(microsecond=0),
             note=note,
         )
         _write(path, (*keys, key))

@@ -31,17 +31,11 @@ WORKER_NAME = "gammaray-worker"
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of one process.
+    """PEM files of one process."""
 
-    Args:
-        ca: The trusted authority (or several) of peer certificates.
-        cert: The process's certificate, with the chain up to the authority.
-        key: Its private key.
-    """
-
-    ca: Path
-    cert: Path
-    key: Path
+    ca: Path  # the trusted authority (or several) of peer certificates
+    cert: Path  # the process's certificate, with the chain up to the authority
+    key: Path  # its private key
 
     def read(self) -> tuple[bytes, bytes, bytes]:
         """Return the contents of authority, certificate and key; InvalidArgumentError if one is no PEM."""

@@ -35,20 +35,15 @@ ALL = tuple(Role)
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
-
-    Args:
-        unit: Unit in UCUM, as in OpenTelemetry: s, By, or the counted thing in braces.
-        buckets: Upper bounds of a histogram's buckets.
-    """
+    """One metric."""
 
     name: str
     kind: Kind
-    unit: str
+    unit: str  # in UCUM, as in OpenTelemetry: s, By, or the counted thing in braces
     roles: tuple[Role, ...]
     meaning: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram's
 
     @property
     def family(self) -> str:

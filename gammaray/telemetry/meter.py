@@ -14,6 +14,10 @@ from typing import TypeAlias, TypeVar
 
 from gammaray.telemetry.catalog import Kind, Metric, by_name
 
+Source: TypeAlias = Callable[[], float]
+_ValueT = TypeVar("_ValueT", bound="Counter | Histogram | Callable[[], float]")
+Series: TypeAlias = "tuple[dict[str, str], Counter | Histogram | Source]"
+
 
 class Counter:
     """A monotonic sum; add to `value`."""
@@ -37,11 +41,6 @@ class Histogram:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
-
-
-Source: TypeAlias = Callable[[], float]
-_ValueT = TypeVar("_ValueT", bound="Counter | Histogram | Callable[[], float]")
-Series: TypeAlias = "tuple[dict[str, str], Counter | Histogram | Source]"
 
 
 class Meter:

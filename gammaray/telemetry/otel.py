@@ -35,11 +35,7 @@ MAX_QUEUED = 16_384
 
 
 def exports_traces() -> bool:
-    """Return whether the environment enables the OTLP export of traces.
-
-    Raises:
-        InvalidArgumentError: It names an exporter or protocol that is not supported.
-    """
+    """Return whether the environment asks for OTLP export; InvalidArgumentError if for another one."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     exporter = os.environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
@@ -76,14 +72,10 @@ def process_resource(role: str) -> Resource:
 
 
 class Telemetry:
-    """Trace export of a process; created once, before it serves.
-
-    Attributes:
-        tracer: Creates spans, sampled according to `OTEL_TRACES_SAMPLER`; None if traces are not exported.
-        span_ids: Ids of the tracer's spans; None if traces are not exported.
-    """
+    """Trace export of a process; created once, before it serves."""
 
     def __init__(self, role: str) -> None:
+        # None if traces are not exported; else sampled according to `OTEL_TRACES_SAMPLER`.
         self.tracer: Tracer | None = None
         self.span_ids: SpanIds | None = None
         self._provider: TracerProvider | None = None

@@ -70,12 +70,8 @@ class MetricsExport:
     """Exports a process's meter until it is stopped; must be created in the process's event loop.
 
     Args:
-        role: orchestrator, draft or target.
         listen: host:port of the endpoint, see `MetricsServer`; empty: none.
         kernel: What computes a worker's model, see `ProcessStatus.kernel`; empty for an orchestrator.
-
-    Attributes:
-        address: host:port at which other machines reach the endpoint; empty without one.
     """
 
     def __init__(self, meter: Meter, *, role: str, model: str, listen: str, kernel: str = "") -> None:
@@ -84,7 +80,7 @@ class MetricsExport:
         loop = asyncio.get_running_loop()
         meter.gauge("gammaray.tasks", lambda: len(asyncio.all_tasks(loop)), role=role)
         self._server = MetricsServer(meter, listen) if listen else None
-        self.address = self._server.address if self._server is not None else ""
+        self.address = self._server.address if self._server is not None else ""  # for other machines
 
     async def stop(self) -> None:
         """Stop serving; takes at most about a second."""
@@ -104,8 +100,6 @@ def registry(meter: Meter) -> CollectorRegistry:
 
 
 class _Collector:
-    """Converts a meter's values to metric families of prometheus_client."""
-
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 

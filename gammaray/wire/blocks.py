@@ -50,12 +50,7 @@ def proposal_to_proto(proposal: Proposal) -> pb.Proposal:
 
 
 def proposal_from_proto(message: pb.Proposal, vocab_size: int) -> Proposal:
-    """Return the proposal of a wire message, which is validated as untrusted data.
-
-    Raises:
-        InvalidArgumentError: Token ids outside the vocabulary, parents that do not precede their node, or
-            distributions that do not match their tokens.
-    """
+    """Return the proposal of an untrusted wire message; InvalidArgumentError if its parts do not match."""
     token_ids = tuple(message.token_ids)
     if any(token_id >= vocab_size for token_id in token_ids):
         raise InvalidArgumentError("proposal.token_ids", max(token_ids), f"below {vocab_size}")
@@ -107,14 +102,7 @@ def fill_verdict(message: target_pb.Verdict, verdict: Verdict) -> None:
 
 
 def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_logprobs: bool) -> Verdict:
-    """Return the verdict and timing of a worker's answer, without log-probabilities of the prompt.
-
-    Log-probabilities of the emitted tokens are ignored unless they were requested.
-
-    Raises:
-        InternalError: A token is outside the vocabulary, the origin is unknown, or log-probabilities are
-            invalid.
-    """
+    """Return the verdict of an answer, less the prompt's log-probabilities; InternalError if malformed."""
     message, timing = result.verdict, result.timing
     if message.next_token_id >= vocab_size:
         raise InternalError(f"the peer sent token {message.next_token_id}, allowed: below {vocab_size}")
@@ -141,8 +129,7 @@ def _drafted(result: target_pb.VerifyResult, vocab_size: int) -> Proposal | None
     if not result.HasField("drafted"):
         return None
     try:
-        proposal = proposal_from_proto(result.drafted, vocab_size)
-        return replace(proposal, is_prepared=result.is_prepared)
+        return replace(proposal_from_proto(result.drafted, vocab_size), is_prepared=result.is_prepared)
     except InvalidArgumentError as error:
         raise InternalError(f"the peer sent an invalid proposal: {error}") from None
 
@@ -178,11 +165,7 @@ def _extend(column: Any, values: Sequence[float]) -> None:
 
 
 def prompt_logprobs_from_proto(message: pb.PromptLogprobs, token_ids: tuple[int, ...]) -> PromptLogprobs:
-    """Return the log-probabilities of the prompt `token_ids`.
-
-    Raises:
-        InternalError: The columns do not match the tokens, or contain invalid numbers.
-    """
+    """Return the log-probabilities of a prompt; InternalError if the columns do not match it."""
     found = PromptLogprobs(
         token_ids,
         tuple(message.logprobs),

@@ -14,74 +14,43 @@ from gammaray.wire.enums import DRAFTERS_BACK, ORIGINS_BACK
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """The calls of a worker in one cycle.
+    """The calls of a worker in one cycle."""
 
-    Args:
-        address: host:port of the worker that answered last.
-        blocks: Blocks sent: above 1 if the worker lacked tokens, or was replaced by another.
-        refed_tokens: Tokens sent again because a worker lacked them.
-        queue_s: Seconds from the block's arrival to its first step.
-        compute_s: Seconds of the steps that served it, shared by the batch.
-        batch_size: Sessions in the largest of these batches.
-        error: Class of the last failure, or empty.
-    """
-
-    address: str
-    blocks: int
-    refed_tokens: int
+    address: str  # host:port of the worker that answered last
+    blocks: int  # blocks sent: above 1 if the worker lacked tokens, or was replaced by another
+    refed_tokens: int  # tokens sent again because a worker lacked them
     request_bytes: int
     response_bytes: int
-    queue_s: float
-    compute_s: float
-    batch_size: int
-    error: str
+    queue_s: float  # seconds from the block's arrival to its first step
+    compute_s: float  # seconds of the steps that served it, shared by the batch
+    batch_size: int  # sessions in the largest of these batches
+    error: str  # class of the last failure, or empty
 
 
 @dataclass(frozen=True)
 class CycleRecord:
-    """One cycle.
+    """One cycle."""
 
-    Args:
-        start_s: Start as Unix time in seconds, by its orchestrator's clock.
-        total_s: Duration in seconds.
-        propose_s: Seconds spent waiting for the proposal.
-        verify_s: Seconds spent waiting for the verification.
-        epoch: Fencing number of the session's owner; incremented with each takeover.
-        base_position: Number of committed tokens before the cycle.
-        gamma: Draft tokens requested.
-        gamma_reason: Why the controller chose this gamma.
-        drafted: Nodes of the proposal.
-        tested: Proposed tokens that were tested.
-        accepted: Proposed tokens that were accepted.
-        next_origin: Correction or bonus; None if the completion ended before it.
-        drafter: Kind of the drafter that proposed.
-        draft_failed: Whether the drafter failed, was late or was absent.
-        draft_ahead_hit: Whether the proposal had been prepared ahead.
-        drafter_version: Version of the head or draft model that proposed, if it is trained while it serves.
-        draft: Calls of the draft worker; None if there were none.
-        target: Calls of the target worker.
-    """
-
-    start_s: float
-    total_s: float
-    propose_s: float
-    verify_s: float
+    start_s: float  # as Unix time in seconds, by its orchestrator's clock
+    total_s: float  # duration
+    propose_s: float  # seconds spent waiting for the proposal
+    verify_s: float  # seconds spent waiting for the verification
     turn: int
-    epoch: int
-    base_position: int
-    gamma: int
-    gamma_reason: str
-    drafted: int
+    epoch: int  # fencing number of the session's owner; incremented with each takeover
+    base_position: int  # number of committed tokens before the cycle
+    gamma: int  # draft tokens requested
+    gamma_reason: str  # why the controller chose this gamma
+    drafted: int  # nodes of the proposal
     tested: int
-    accepted: int
+    accepted: int  # proposed tokens
     emitted: int
-    next_origin: TokenOrigin | None
-    drafter: DrafterKind
-    draft_failed: bool
-    draft_ahead_hit: bool
-    drafter_version: int
-    draft: WorkerCall | None
-    target: WorkerCall | None
+    next_origin: TokenOrigin | None  # correction or bonus; None if the completion ended before it
+    drafter: DrafterKind  # that proposed
+    draft_failed: bool  # whether the drafter failed, was late or was absent
+    draft_ahead_hit: bool  # whether the proposal had been prepared ahead
+    drafter_version: int  # version of the head or draft model that proposed, if it is trained while it serves
+    draft: WorkerCall | None  # calls of the draft worker; None if there were none
+    target: WorkerCall | None  # calls of the target worker
 
 
 def cycles_from_proto(messages: Iterable[pb.CycleRecord]) -> list[CycleRecord]:

@@ -47,6 +47,10 @@ _NO_TLS = "WRONG_VERSION_NUMBER"
 
 _Detail = TypeVar("_Detail", bound=Message)
 
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+_VIOLATION = re.compile(r"got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
+_MESSAGE = re.compile(rf"(?P<field>[^:]+): {_VIOLATION.pattern}", re.DOTALL)
+
 
 def error_to_status(error: GammarayError) -> status_pb2.Status:
     """Return the status of an error; servers send it, serialised, as trailing metadata `DETAILS_KEY`.
@@ -141,11 +145,6 @@ def is_from_gammaray(error: GammarayError) -> bool:
 def _trailers(failure: grpc.aio.AioRpcError) -> Iterable[tuple[str, str | bytes]]:
     # The type stubs are wrong: the library yields pairs.
     return cast("Iterable[tuple[str, str | bytes]]", failure.trailing_metadata() or ())
-
-
-_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
-_VIOLATION = re.compile(r"got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
-_MESSAGE = re.compile(rf"(?P<field>[^:]+): {_VIOLATION.pattern}", re.DOTALL)
 
 
 def _invalid_argument(status: status_pb2.Status, message: str) -> InvalidArgumentError:

@@ -15,10 +15,7 @@ __all__ = ["SessionInfo", "SessionState", "info_from_proto", "info_to_proto"]
 
 
 class SessionState(str, Enum):
-    """State of the current turn of a session.
-
-    A detached turn has lost its client or its orchestrator; it can be resumed until the session expires.
-    """
+    """State of the current turn; detached: its client or orchestrator is gone, and it can be resumed."""
 
     RUNNING = "running"
     DETACHED = "detached"

@@ -35,8 +35,6 @@ class _Ticket:
 
 
 class _Tenant:
-    """Running and waiting requests of one tenant."""
-
     def __init__(self) -> None:
         self.num_running = 0
         self.last_served = -1
@@ -44,7 +42,7 @@ class _Tenant:
 
 
 class Admission:
-    """Limits the number of running and of waiting requests.
+    """Limits the numbers of requests that run (`num_running`) and that wait (`num_waiting`).
 
     Args:
         capacity: Most requests that run at once.
@@ -52,10 +50,6 @@ class Admission:
         max_wait_s: Longest wait of a request.
         tenant_capacity: Most requests of one named tenant that run at once; None for `capacity`. A smaller
             value keeps a tenant whose requests never end from taking every place.
-
-    Attributes:
-        num_running: Requests that hold a place.
-        num_waiting: Requests that wait for one.
     """
 
     def __init__(

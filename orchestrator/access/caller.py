@@ -40,23 +40,14 @@ _SEPARATOR = ":"  # not allowed in tenant and session names
 
 @dataclass(frozen=True)
 class Caller:
-    """Identity of a request's caller, with the request's metadata.
+    """Identity of a request's caller, with the request's metadata."""
 
-    Args:
-        tenant: Owner of the sessions; empty if no keys are required.
-        key_id: Id of the request's key, which may be logged.
-        priority: Priority among the tenant's own waiting requests; higher goes first.
-        deadline: `time.monotonic()` after which the caller no longer waits for the answer.
-        traceparent: W3C trace context of the request, or empty.
-        tracestate: W3C `tracestate` of the request, or empty.
-    """
-
-    tenant: str = ""
-    key_id: str = ""
-    priority: int = 0
-    deadline: float = math.inf
-    traceparent: str = ""
-    tracestate: str = ""
+    tenant: str = ""  # owner of the sessions; empty if no keys are required
+    key_id: str = ""  # id of the request's key, which may be logged
+    priority: int = 0  # priority among the tenant's own waiting requests; higher goes first
+    deadline: float = math.inf  # `time.monotonic()` after which the caller no longer waits for the answer
+    traceparent: str = ""  # W3C trace context of the request, or empty
+    tracestate: str = ""  # W3C `tracestate` of the request, or empty
 
     @property
     def prefix(self) -> str:
@@ -87,9 +78,8 @@ class Authenticator:
     """Authenticates callers.
 
     Args:
-        path: The key file; None accepts all callers, as one unnamed tenant. The file is read again when it
-            changes; if that fails, the previous keys stay valid.
-        extra: Hashes of further keys by tenant, in addition to the file's.
+        path: The key file, read again when it changes; None accepts all callers, as one unnamed tenant.
+        extra: Hashes of further keys by tenant.
         local_only: Reject gRPC calls from other machines.
     """
 
@@ -110,11 +100,7 @@ class Authenticator:
         return self._keys is None
 
     def identify(self, headers: Mapping[str, str], peer: str = "") -> Caller:
-        """Return the caller of a request.
-
-        Args:
-            headers: Headers or metadata by name, in lower case.
-            peer: Peer address as gRPC reports it; empty if the port's binding already restricts callers.
+        """Return the caller of a request by its headers, named in lower case, and gRPC's `peer` address.
 
         Raises:
             UnauthenticatedError: The required key is missing or wrong, or the call is from another machine.
@@ -158,11 +144,9 @@ def _read_by_id(path: Path) -> dict[str, ApiKey]:
 def make_authenticator(
     settings: OrchestratorSettings, probe_key_sha256: str = "", local_only: bool = False
 ) -> Authenticator:
-    """Return the authenticator for an orchestrator's settings.
+    """Return the authenticator of an orchestrator; the launcher's own key has the hash `probe_key_sha256`.
 
-    Args:
-        probe_key_sha256: SHA-256 of an additional key, with which the launcher monitors the cluster.
-        local_only: Reject gRPC calls from other machines, also if the port is bound to all interfaces.
+    `local_only` rejects gRPC calls from other machines, also if the port is bound to all interfaces.
     """
     if settings.key_file is None:
         return Authenticator(local_only=local_only)

@@ -31,16 +31,13 @@ class ReloadedKeys(Generic[Keys]):
         if now >= self._look_at:
             self._look_at = now + RELOAD_PERIOD_S
             try:
-                self._reload()
+                version = _version(self._path)
+                if version is None or version != self._version:
+                    self._keys, self._version = self._read(self._path), version
+                    _log.warning("reloaded %d %s from %s", len(self._keys), self._name, self._path)
             except InvalidArgumentError as error:
                 _log.error("failed to reload the %s, keeping the current ones: %s", self._name, error)
         return self._keys
-
-    def _reload(self) -> None:
-        version = _version(self._path)
-        if version is None or version != self._version:
-            self._keys, self._version = self._read(self._path), version
-            _log.warning("reloaded %d %s from %s", len(self._keys), self._name, self._path)
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:

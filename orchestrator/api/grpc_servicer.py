@@ -40,7 +40,7 @@ def _rpc(response: Callable[[], Message]) -> Callable[[_Method], Any]:
         async def call(self: Any, request: Message | Unread, grpc_context: RpcContext) -> Message:
             try:
                 caller = caller_of(grpc_context, self._authenticator)
-                return await method(self, await read(request, _itself), caller)
+                return await method(self, await read(request, lambda message: message), caller)
             except Exception as error:
                 fail(grpc_context, error)
                 return response()
@@ -118,8 +118,7 @@ class GenerationServicer:
 
 def caller_of(context: RpcContext, authenticator: Authenticator) -> Caller:
     """Return the caller, who is authenticated; every method calls this first."""
-    metadata = context.invocation_metadata() or ()
-    headers = {name: value for name, value in metadata if isinstance(value, str)}
+    headers = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
     return authenticator.identify(headers, context.peer())
 
 
@@ -133,7 +132,3 @@ def fail(context: RpcContext, error: Exception) -> None:
     context.set_code(error.status)
     context.set_details(status.message)
     context.set_trailing_metadata([(DETAILS_KEY, status.SerializeToString())])
-
-
-def _itself(request: Message) -> Message:
-    return request

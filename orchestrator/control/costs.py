@@ -17,43 +17,6 @@ from gammaray.types import DrafterKind
 from orchestrator.control.tree_model import TreeModel
 from orchestrator.cycle.types import Cycle
 
-
-class Costs(NamedTuple):
-    """Seconds by kind of work, or how much of each a cycle has.
-
-    Attributes:
-        fixed: Of every cycle.
-        draft: Of a proposal of a draft model, whatever its size.
-        forward: Of a forward of the draft model, one per depth; 0 for a parallel one, which runs one for all.
-        row: Of a proposed token that the target verifies.
-        session: Of another session that waits for the same target worker.
-        others_row: Of a proposed token of those sessions.
-        others_prompt: Of a token of their prompts.
-        further_row: Of a proposed token beyond `KNEE`, in addition to `row`.
-    """
-
-    fixed: float
-    draft: float
-    forward: float
-    row: float
-    session: float
-    others_row: float
-    others_prompt: float
-    further_row: float
-
-    def rows_s(self, rows: int) -> float:
-        """Return the seconds that a proposal's rows add to the target's forward."""
-        return self.row * rows + self.further_row * max(0, rows - KNEE)
-
-
-PRIOR = Costs(1.0, 0.1, 0.1, 0.03, 0.02, 0.02, 0.02, 0.0)
-PRIOR_SD = Costs(0.5, 0.3, 0.3, 0.05, 0.05, 0.05, 0.05, 0.05)
-"""Coefficients before any measurement and their standard deviations, in units of the fixed costs; the first
-measured cycle sets the unit. Proposals are assumed to cost by the forward rather than by the proposal: the
-opposite prevents short chains from being tried, whereas a short chain refutes this. A deviation of 0.02 for
-the rows of others takes hundreds of steps to learn that rows are dear, 0.1 makes 32 sessions on shared cores
-2 % slower (simulation, 2026-11-23)."""
-
 KNEE = 4
 """Rows of a proposal beyond which a row may cost more, as it is no longer computed while a forward reads its
 weights: 0.12 of a forward instead of 0.03 on a core of Zen 5 (SmolLM2, `benchmarks.rows`, 2026-11-25)."""
@@ -104,6 +67,33 @@ STRENGTH = 8.0
 MatchClass = tuple[DrafterKind, int, int]
 """Kind of a match, and the classes of its length and of the request's temperature."""
 
+
+class Costs(NamedTuple):
+    """Seconds by kind of work, or how much of each a cycle has."""
+
+    fixed: float  # of every cycle
+    draft: float  # of a proposal of a draft model, whatever its size
+    forward: float  # of a forward of the draft model, one per depth; 0 for a parallel one, which runs one
+    row: float  # of a proposed token that the target verifies
+    session: float  # of another session that waits for the same target worker
+    others_row: float  # of a proposed token of those sessions
+    others_prompt: float  # of a token of their prompts
+    further_row: float  # of a proposed token beyond `KNEE`, in addition to `row`
+
+    def rows_s(self, rows: int) -> float:
+        """Return the seconds that a proposal's rows add to the target's forward."""
+        return self.row * rows + self.further_row * max(0, rows - KNEE)
+
+
+PRIOR = Costs(1.0, 0.1, 0.1, 0.03, 0.02, 0.02, 0.02, 0.0)
+PRIOR_SD = Costs(0.5, 0.3, 0.3, 0.05, 0.05, 0.05, 0.05, 0.05)
+"""Coefficients before any measurement and their standard deviations, in units of the fixed costs; the first
+measured cycle sets the unit. Proposals are assumed to cost by the forward rather than by the proposal: the
+opposite prevents short chains from being tried, whereas a short chain refutes this. A deviation of 0.02 for
+the rows of others takes hundreds of steps to learn that rows are dear, 0.1 makes 32 sessions on shared cores
+2 % slower (simulation, 2026-11-23)."""
+
+
 _SIZE = len(PRIOR)
 _VARIANCE = tuple(deviation**2 for deviation in PRIOR_SD)
 
@@ -114,32 +104,19 @@ class CostModel:
     Left out are a session's first cycle, as it contains the prefill, its first proposal, for which a head
     reads the prompt, and cycles whose drafter failed. A later first proposal after plain cycles measures the
     catch-up of the drafter; unless it took far longer than expected, the coefficients do not learn from it.
-
-    Args:
-        rng: Source of the posterior samples.
-
-    Attributes:
-        acceptance: Acceptance of the draft model's proposals over all sessions.
-        of_matches: Acceptance of matches over all sessions, see `orchestrator.control.match_acceptance`.
-        trees: Expected tokens of trees, over all sessions.
-        draws: Standard normal draws, times `SCALE`, by which costs (all but the last one) and acceptance (the
-            last one) are sampled. Sessions share them: they explore together and measure the joint effect.
-        num_renewed: How often `draws` were drawn.
-        num_waiting: Mean number of other sessions that wait for the same target worker.
-        others_rows: Mean number of rows that those sessions propose.
-        mean: Posterior mean of the coefficients.
-        covariance: Posterior covariance of the coefficients.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
-        self.acceptance = AcceptanceEstimator(FLEET_DECAY)
-        self.of_matches: dict[MatchClass, AcceptanceEstimator] = {}
+        self.acceptance = AcceptanceEstimator(FLEET_DECAY)  # of the draft model's proposals
+        self.of_matches: dict[MatchClass, AcceptanceEstimator] = {}  # see `match_acceptance`
         self.trees = TreeModel(FLEET_DECAY)
+        # Means of the other sessions that wait for the same target worker, and of the rows that they propose.
         self.num_waiting = self.others_rows = self._catch_up = 0.0
-        self.num_renewed = 0
+        self.num_renewed = 0  # how often `draws` were drawn
         self._rng = rng or random.Random()
         self._clock = self._renewed_at = 0.0
         self.renew()
+        # Of the posterior of the coefficients.
         self.mean, self.covariance = Costs(*[0.0] * _SIZE), [[0.0] * _SIZE for _ in range(_SIZE)]
         self._noise, self._bias = FIRST_NOISE**2, 0.0
         self._num_cycles, self._has_plain = 0, False
@@ -179,14 +156,12 @@ class CostModel:
     def observe(self, cycle: Cycle, *, was_plain: bool, is_entry: bool = False) -> None:
         """Learn from a cycle of any session.
 
-        Args:
-            was_plain: Whether the session's previous cycle had no proposal of the draft model.
-            is_entry: Whether it has the session's first proposal of the draft model.
+        It `was_plain` if the session's previous cycle had no proposal of the draft model; `is_entry` if this
+        one has the session's first such proposal.
         """
         tested, accepted = cycle.first_children
         share = _share(cycle)
-        is_model = cycle.shape.drafter.is_model
-        if cycle.gamma == 0 or not is_model:
+        if cycle.gamma == 0 or not cycle.shape.drafter.is_model:
             self._forget(share)
         elif tested:
             self.acceptance.observe(tested, accepted)
@@ -276,6 +251,8 @@ class CostModel:
             self._bias = 0.0
 
     def renew(self) -> None:
+        # The last one samples acceptance, the others costs. Sessions share them: they explore together and
+        # measure the joint effect.
         self.draws = [SCALE * self._rng.gauss(0.0, 1.0) for _ in range(_SIZE + 1)]
         self._renewed_at = self._clock
         self.num_renewed += 1

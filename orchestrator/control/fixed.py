@@ -52,7 +52,6 @@ class FixedGamma:
         return replace(shape, max_nodes=0, drafter=kind, is_fallback=candidates.is_fallback)
 
     def observe(self, cycle: Cycle) -> None:
-        """Learn the costs of a finished cycle for the other sessions."""
         if not cycle.has_fallen_back:
             self._costs.observe(cycle, was_plain=self._was_plain)
             self._was_plain = cycle.num_drafted == 0

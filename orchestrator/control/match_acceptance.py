@@ -39,8 +39,7 @@ class MatchAcceptance:
         """Return the acceptance of matches like this one."""
         key = self._class_of(match)
         if key not in self._own:
-            fleet = self._fleet(key)
-            self._own[key] = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=fleet)
+            self._own[key] = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=self._fleet(key))
         return self._own[key]
 
     def observe(self, match: Match, tested: int, accepted: int) -> None:

@@ -79,9 +79,6 @@ class TreeModel:
         self._expected = self._expected * self._decay + expected
 
     def expected_tokens(self, by_depth: Sequence[float], max_nodes: int) -> list[float]:
-        """Return the expected tokens of the best trees of 1, 2, ... `max_nodes` nodes, without `bias`.
-
-        `by_depth` is the probability that the first child is accepted, at each allowed depth.
-        """
+        """Return the expected tokens of the best trees of 1, 2, ... `max_nodes` nodes, without `bias`."""
         rescue = [hit / tested for hit, tested in zip(self._rescued, self._tested, strict=True)]
         return tree_tokens(by_depth, rescue, max_nodes)

@@ -18,18 +18,13 @@ class SessionHandover:
     """Hints for the next owner: without them the tokens are the same, and generation is slower at first.
 
     The workers' addresses save the prefill of all tokens (docs/lab.md).
-
-    Args:
-        counters: Counters of the turn so far; the last few cycles before the takeover may be missing.
-        elapsed_s: Seconds since the turn's first cycle, without takeovers.
-        target: host:port of the target worker that holds the session's cache.
-        draft: host:port of the draft worker that holds the session's cache.
     """
 
+    # Of the turn so far; the last few cycles before the takeover may be missing.
     counters: SpeculationCounters = field(default_factory=SpeculationCounters)
-    elapsed_s: float = 0.0
-    target: str = ""
-    draft: str = ""
+    elapsed_s: float = 0.0  # seconds since the turn's first cycle, without takeovers
+    target: str = ""  # host:port of the target worker that holds the session's cache
+    draft: str = ""  # host:port of the draft worker that holds the session's cache
 
     def to_bytes(self) -> bytes:
         counters = vars(self.counters) | {

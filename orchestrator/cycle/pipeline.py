@@ -13,6 +13,8 @@ from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
 
+_Write = Coroutine[Any, Any, None]
+
 
 async def run_cycles(
     session: Session,
@@ -26,11 +28,7 @@ async def run_cycles(
 
     Storing and delivering a cycle takes about as long as a proposal, on other processors than the workers'.
     So the next cycle starts before that is done; at most one cycle runs ahead of the consumer. Closing the
-    iterator cancels it.
-
-    Args:
-        session: The session, at its last committed token.
-        on_cycle: Called with each cycle when it has run, before it is stored.
+    iterator cancels it. `on_cycle` is called with each cycle when it has run, before it is stored.
 
     Raises:
         GammarayError: A cycle or its write failed; the cycles before it were yielded.
@@ -57,9 +55,6 @@ async def run_cycles(
     finally:
         await end_tasks(running)
         queue.close()
-
-
-_Write = Coroutine[Any, Any, None]
 
 
 class _CycleQueue:

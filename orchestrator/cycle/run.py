@@ -96,11 +96,7 @@ def _checked(session: Session, draft: Draft, shape: Shape) -> Draft:
 
 
 def within(proposal: Proposal, shape: Shape) -> Proposal:
-    """Return a proposal after checking its size.
-
-    Raises:
-        InternalError: It is larger than its shape.
-    """
+    """Return a proposal after checking its size; InternalError if it is larger than its shape."""
     if proposal.depth > shape.depth:
         raise InternalError(f"the drafter proposed {proposal.depth} levels, {shape.depth} were asked for")
     if len(proposal) > max(shape.depth, shape.max_nodes):

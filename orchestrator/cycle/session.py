@@ -25,68 +25,37 @@ class TextStream(Protocol):
 
 @dataclass
 class Session:
-    """The state of one completion; owned by one coroutine.
+    """The state of one completion; owned by one coroutine."""
 
-    Args:
-        session_id: Its name, the same in all components.
-        prompt: Token ids of the prompt.
-        params: Sampling parameters; the seed is set.
-        method: Verification method, the same in every cycle.
-        max_tokens: Upper bound of emitted tokens; prompt plus completion fit the context.
-        text: Detokeniser of the emitted tokens.
-        eos_token_ids: The model's end-of-sequence tokens; empty when they do not end the completion.
-        stop_token_ids: Further tokens that end the completion.
-        num_top_logprobs: None for no log-probabilities, else how many alternatives per token.
-        epoch: Fencing number of the owner: workers and store refuse older epochs.
-        turn: Turn of the session, from 0; the prompt contains the earlier turns.
-        cache_salt: Workers share caches only between requests of one tenant with the same salt.
-        num_prompt_logprobs: None for no log-probabilities of the prompt, else how many alternatives.
-        adapter: LoRA adapter that the target applies; empty: none.
-        is_stored: Whether the session store has it; of others workers keep nothing either.
-
-    Attributes:
-        token_ids: The committed tokens: prompt, then emitted. Positions are absolute.
-        finish_reason: Set once the completion has ended.
-        state: Handover to the next owner, stored with the next commit.
-        deadline: `time.monotonic()` at which the caller's deadline expires.
-        calls: Returns the record of this cycle's calls to a worker, by role and address; None: no records.
-        num_cached: Tokens of the prompt that the target worker had cached.
-        prompt_logprobs: Log-probabilities of the prompt, set between the first verdict and the first chunk.
-        model_identity: Identity of the target that emitted the tokens (`orchestrator.workers.verifier`); ""
-            for any.
-        uses_head: Whether the target keeps hidden states for its head, which may draft.
-        has_head: Whether the target worker in use has a head, as far as known.
-        takes_trees: Whether it verifies trees, as far as known.
-        digest: Key in the store of the request that began the turn, see `orchestrator.storage.session_store`.
-    """
-
-    session_id: str
+    session_id: str  # the same in all components
     prompt: tuple[int, ...]
-    params: SamplingParams
-    method: VerificationMethod
-    max_tokens: int
-    text: TextStream
-    eos_token_ids: frozenset[int] = frozenset()
-    stop_token_ids: frozenset[int] = frozenset()
-    num_top_logprobs: int | None = None
-    epoch: int = 1
-    turn: int = 0
-    cache_salt: str = ""
-    num_prompt_logprobs: int | None = None
-    adapter: str = ""
-    is_stored: bool = True
-    token_ids: list[int] = field(init=False)
-    finish_reason: FinishReason | None = field(init=False, default=None)
-    state: bytes = field(init=False, default=b"")
-    deadline: float = field(init=False, default=math.inf)
+    params: SamplingParams  # the seed is set
+    method: VerificationMethod  # the same in every cycle
+    max_tokens: int  # upper bound of emitted tokens; prompt plus completion fit the context
+    text: TextStream  # detokeniser of the emitted tokens
+    eos_token_ids: frozenset[int] = frozenset()  # the model's; empty when they do not end the completion
+    stop_token_ids: frozenset[int] = frozenset()  # further tokens that end the completion
+    num_top_logprobs: int | None = None  # alternatives per token; None: no log-probabilities
+    epoch: int = 1  # fencing number of the owner: workers and store refuse older epochs
+    turn: int = 0  # from 0; the prompt contains the earlier turns
+    cache_salt: str = ""  # workers share caches only between requests of one tenant with the same salt
+    num_prompt_logprobs: int | None = None  # alternatives; None: no log-probabilities of the prompt
+    adapter: str = ""  # of LoRA, which the target applies; empty: none
+    is_stored: bool = True  # else workers keep nothing after the completion either
+    token_ids: list[int] = field(init=False)  # committed: prompt, then emitted; positions are absolute
+    finish_reason: FinishReason | None = field(init=False, default=None)  # set once the completion has ended
+    state: bytes = field(init=False, default=b"")  # handover to the next owner, stored with the next commit
+    deadline: float = field(init=False, default=math.inf)  # the caller's, as `time.monotonic()`
+    # Returns the record of this cycle's calls to a worker, by role and address; None: no records.
     calls: Callable[[str, str], Call] | None = field(init=False, default=None)
-    num_cached: int = field(init=False, default=0)
+    num_cached: int = field(init=False, default=0)  # tokens of the prompt that the target worker had cached
+    # Set between the first verdict and the first chunk.
     prompt_logprobs: PromptLogprobs | None = field(init=False, default=None)
-    model_identity: str = field(init=False, default="")
-    uses_head: bool = field(init=False, default=False)
-    has_head: bool = field(init=False, default=False)
-    takes_trees: bool = field(init=False, default=True)
-    digest: str = field(init=False, default="")
+    model_identity: str = field(init=False, default="")  # of the target that emitted the tokens; "" for any
+    uses_head: bool = field(init=False, default=False)  # the target keeps hidden states for its head
+    has_head: bool = field(init=False, default=False)  # the target worker in use has a head, as far as known
+    takes_trees: bool = field(init=False, default=True)  # that worker verifies trees, as far as known
+    digest: str = field(init=False, default="")  # key in the store of the request that began the turn
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt)
@@ -119,11 +88,7 @@ class Session:
         return time.monotonic() >= self.deadline
 
     def left_s(self, timeout_s: float) -> float:
-        """Return the timeout, shortened to the caller's deadline.
-
-        Raises:
-            DeadlineExceededError: The caller's deadline has passed.
-        """
+        """Return the timeout, shortened to the caller's deadline; DeadlineExceededError once that passed."""
         if self.deadline == math.inf:
             return timeout_s
         left_s = self.deadline - time.monotonic()
@@ -132,11 +97,7 @@ class Session:
         return min(timeout_s, left_s)
 
     def commit(self, token_ids: Sequence[int]) -> int:
-        """Append tokens up to the one that ends the completion, and set `finish_reason` there.
-
-        Returns:
-            Number of tokens appended, at least 1.
-        """
+        """Append tokens up to the one that ends the completion, then set `finish_reason`; return how many."""
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
             if self._ends_with(token_id):

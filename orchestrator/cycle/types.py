@@ -34,26 +34,18 @@ Draft = Proposal | DraftHere
 class Call:
     """The blocks sent to one worker in one cycle, and its answers.
 
-    Args:
-        parent: The `traceparent` of the blocks; None if the session is not sampled: no clock is read then.
-
-    Attributes:
-        address: host:port of the worker that was called last.
-        error: Class name of the last failure, or empty.
-        began: `time.perf_counter()` when the first block was sent.
-        ended: `time.perf_counter()` when the last answer came.
-        is_notice: Whether the block only notifies the worker that its lookahead proposal was used.
+    Without `parent`, the `traceparent` of the blocks, the session is not sampled, and no clock is read.
     """
 
     __slots__ = ("_parent", "address", "began", "blocks", "ended", "error", "is_notice", "results")
 
     def __init__(self, parent: str | None = None) -> None:
         self._parent = parent
-        self.address = self.error = ""
+        self.address = self.error = ""  # of the worker that was called last; class name of the last failure
         self.blocks: list[Any] = []
         self.results: list[Any] = []
-        self.began = self.ended = 0.0
-        self.is_notice = False
+        self.began = self.ended = 0.0  # `time.perf_counter()` at the first block and the last answer
+        self.is_notice = False  # whether the block only tells that a lookahead proposal was used
 
     @property
     def is_over(self) -> bool:
@@ -85,12 +77,7 @@ class Call:
 
 
 def levels_of(proposal: Proposal, accepted_path: Sequence[int]) -> tuple[Level, ...]:
-    """Return the levels that verification visited, from the root down: its evidence about acceptance.
-
-    Args:
-        proposal: A chain or a tree; children are ranked by their order in it.
-        accepted_path: Indexes of the accepted nodes.
-    """
+    """Return the levels that verification visited, from the root down: its evidence about acceptance."""
     if proposal.parents is None:
         levels: list[Level] = [(1, 0)] * len(accepted_path)
         return tuple(levels) if len(levels) == len(proposal) else (*levels, (1, -1))
@@ -109,20 +96,12 @@ def levels_of(proposal: Proposal, accepted_path: Sequence[int]) -> tuple[Level, 
 
 @dataclass(frozen=True)
 class Match:
-    """A chain of tokens that a look-up found.
+    """A chain of tokens that a look-up found."""
 
-    Args:
-        kind: Kind of the drafter that found it.
-        token_ids: The chain, at least one token.
-        length: Latest tokens of the session that occur before the chain in the text where it was found.
-        probabilities: The drafter's own estimate, per token, that it follows the ones before; 1.0 where the
-            drafter has none.
-    """
-
-    kind: DrafterKind
-    token_ids: tuple[int, ...]
-    length: int
-    probabilities: tuple[float, ...]
+    kind: DrafterKind  # kind of the drafter that found it
+    token_ids: tuple[int, ...]  # the chain, at least one token
+    length: int  # latest tokens of the session that occur before the chain in the text where it was found
+    probabilities: tuple[float, ...]  # the drafter's estimate per token that it is right; 1.0: none
 
     @property
     def expected_tokens(self) -> float:
@@ -133,78 +112,45 @@ class Match:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What could be proposed in a cycle.
+    """What could be proposed in a cycle."""
 
-    Args:
-        model: Kind of the model that can propose; None if none can.
-        matches: What look-ups found; at most one match of each.
-        num_forced: Tokens that the grammar forces.
-        is_fallback: Whether the request allows a model, and none is there.
-    """
-
-    model: DrafterKind | None = None
-    matches: Sequence[Match] = ()
-    num_forced: int = 0
-    is_fallback: bool = False
+    model: DrafterKind | None = None  # kind of the model that can propose; None if none can
+    matches: Sequence[Match] = ()  # what look-ups found; at most one match of each
+    num_forced: int = 0  # tokens that the grammar forces
+    is_fallback: bool = False  # whether the request allows a model, and none is there
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """The result of one cycle.
+    """The result of one cycle."""
 
-    Args:
-        gamma: Depth of the requested proposal.
-        num_drafted: Nodes of the verified proposal; 0 if the drafter failed.
-        num_accepted: Proposed tokens that the target accepted, also those after the end of the completion.
-        token_ids: The emitted tokens, at least one.
-        logprobs: One per emitted token if requested, else empty.
-        text: Text that became complete in this cycle.
-        finish_reason: Set when this cycle ended the completion.
-        draft_s: Seconds waited for the proposal.
-        verify_s: Seconds waited for the verdict.
-        is_first: Whether it was the session's first cycle, whose waits include the prefill.
-        draft_failed: Whether the drafter failed or was late.
-        shape: The requested shape with the controller's reason; its depth is `gamma`.
-        levels: The levels of the proposal that verification visited, see `levels_of`.
-        timing: Timing of the target worker's step; None if it did not report any.
-        drafter: Drafter kind that proposed; NONE if nothing was proposed.
-        drafter_version: Version of the head or draft model that proposed, see `Proposal`.
-        draft_worker: Address of the draft worker that proposed, "" for none.
-        is_fallback: Whether the drafter that the request allows could not propose.
-        is_prepared: Whether the proposal had arrived before it was requested.
-        started: `time.perf_counter()` at the start of the cycle.
-    """
-
-    gamma: int
-    num_drafted: int
+    gamma: int  # depth of the requested proposal
+    num_drafted: int  # nodes of the verified proposal; 0 if the drafter failed
     num_tested: int
-    num_accepted: int
-    token_ids: tuple[int, ...]
+    num_accepted: int  # proposed tokens that the target accepted, also those after the end of the completion
+    token_ids: tuple[int, ...]  # the emitted tokens, at least one
     origins: tuple[TokenOrigin, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    text: str
-    finish_reason: FinishReason | None
-    draft_s: float
-    verify_s: float
+    logprobs: tuple[TokenLogprobs, ...]  # one per emitted token if requested, else empty
+    text: str  # text that became complete in this cycle
+    finish_reason: FinishReason | None  # set when this cycle ended the completion
+    draft_s: float  # seconds waited for the proposal
+    verify_s: float  # seconds waited for the verdict
     total_s: float
-    is_first: bool
-    draft_failed: bool
-    shape: Shape = PLAIN
-    levels: tuple[Level, ...] = ()
-    timing: VerifyTiming | None = None
-    drafter: DrafterKind = DrafterKind.NONE
-    drafter_version: int = 0
-    draft_worker: str = ""
-    is_fallback: bool = False
-    is_prepared: bool = False
-    started: float = 0.0
+    is_first: bool  # whether it was the session's first cycle, whose waits include the prefill
+    draft_failed: bool  # whether the drafter failed or was late
+    shape: Shape = PLAIN  # the requested shape with the controller's reason; its depth is `gamma`
+    levels: tuple[Level, ...] = ()  # the levels of the proposal that verification visited, see `levels_of`
+    timing: VerifyTiming | None = None  # timing of the target worker's step; None if it did not report any
+    drafter: DrafterKind = DrafterKind.NONE  # drafter kind that proposed; NONE if nothing was proposed
+    drafter_version: int = 0  # version of the head or draft model that proposed, see `Proposal`
+    draft_worker: str = ""  # address of the draft worker that proposed, "" for none
+    is_fallback: bool = False  # whether the drafter that the request allows could not propose
+    is_prepared: bool = False  # whether the proposal had arrived before it was requested
+    started: float = 0.0  # `time.perf_counter()` at the start of the cycle
 
     @property
     def first_children(self) -> tuple[int, int]:
-        """How many first children were tested and how many of them were accepted, up to the first failure.
-
-        The first children of a tree form the chain that it contains; of a chain they are all tokens.
-        """
+        """How many first children, which form a chain, were tested, and accepted up to the first failure."""
         accepted = 0
         for _, rank in self.levels:
             if rank != 0:

@@ -53,13 +53,6 @@ class _TenantIndex:
     def num_tokens(self) -> int:
         return self.index.num_blocks * BLOCK
 
-    def drop_erased(self) -> None:
-        """Drop the blocks in which no entry is left."""
-        while self.entries and self.entries[0].is_erased:
-            self.entries.popleft()
-        while self.entries and self.index.oldest_stop <= self.entries[0].start:
-            self.index.drop_oldest()
-
 
 @dataclass(eq=False)
 class _Entry:
@@ -75,8 +68,6 @@ class _Entry:
 
 @dataclass
 class _Outputs:
-    """What is held of one session."""
-
     expires: float
     entries: list[_Entry] = field(default_factory=list)
 
@@ -84,11 +75,8 @@ class _Outputs:
 class Corpus:
     """Past outputs, shared by the sessions of a replica; implements TextDrafter for all of them.
 
-    Args:
-        max_tokens: Upper bound of tokens in all. Memory is taken in blocks of `BLOCK` tokens of 24 bytes.
-        tenant_share: Share of these that one tenant may have, where keys name tenants.
-        ttl_s: Seconds until the outputs of a session are dropped, from its last turn on.
-        now: Clock, in seconds.
+    Of at most `max_tokens`, in blocks of `BLOCK` tokens of 24 bytes, one tenant may have `tenant_share` where
+    keys name tenants. The outputs of a session are dropped `ttl_s` after its last turn.
     """
 
     kind = DrafterKind.SUFFIX
@@ -175,7 +163,11 @@ class Corpus:
             self.forget(name)
 
     def _drop_erased(self, held: _TenantIndex) -> None:
-        held.drop_erased()
+        """Drop the blocks in which no entry is left, and an index without entries."""
+        while held.entries and held.entries[0].is_erased:
+            held.entries.popleft()
+        while held.entries and held.index.oldest_stop <= held.entries[0].start:
+            held.index.drop_oldest()
         if not held.entries:
             self._by_key.pop(held.key, None)
 

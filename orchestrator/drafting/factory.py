@@ -39,10 +39,7 @@ MAX_CORPUS_TOKENS = 2**20
 
 
 class Drafting:
-    """Creates the drafters of a replica's sessions, which share statistics of costs and acceptance.
-
-    Later sessions of a tenant look up continuations in its past outputs, the corpus.
-    """
+    """Creates the drafters of a replica's sessions, which share statistics and past outputs (the corpus)."""
 
     def __init__(
         self,
@@ -68,9 +65,7 @@ class Drafting:
     ) -> tuple[SessionDrafter, DrafterChoice]:
         """Return the drafters of a session, and what chooses among them.
 
-        Args:
-            grammar: The session's grammar before the first token of the completion; None without one, and
-                where drafting by it would take too long.
+        `grammar` is the state before the completion; None without one, and where drafting by it is too slow.
         """
         settings, policy = self._settings, request.gamma
         session.takes_trees = self._takes_trees
@@ -83,9 +78,8 @@ class Drafting:
         fixed = 0 if request.drafter is DrafterKind.NONE else policy.fixed
         drafter = SessionDrafter(remote, texts, max_text, forced, fixed)
         if fixed is None:
-            max_gamma = policy.max_gamma or settings.max_gamma
             controller: AdaptiveGamma | FixedGamma = AdaptiveGamma(
-                max_gamma,
+                policy.max_gamma or settings.max_gamma,
                 self.costs,
                 self._max_nodes(request),
                 max_match=max_text,
@@ -107,7 +101,6 @@ class Drafting:
             raise InvalidArgumentError("drafter", request.drafter.value, allowed)
 
     def _remote(self, request: GenerationRequest, spec: pb.SessionSpec) -> ModelDrafter | None:
-        """Return the drafter that has a model, if the request allows one."""
         if request.drafter is DrafterKind.HEAD or (request.drafter.is_model and self._has_head):
             return TargetHead()
         if request.drafter is not DrafterKind.MODEL:
@@ -132,7 +125,6 @@ class Drafting:
 
     @property
     def _has_head(self) -> bool:
-        """Whether a usable target worker has a head."""
         return self._targets.pick_any(has_head) is not None
 
     @property
@@ -147,22 +139,15 @@ class Drafting:
         tests it. A past output of a request with the same seed does, so these methods do not use past
         outputs.
         """
-        allowed = request.drafter
-        is_any = allowed is DrafterKind.MODEL
-        corpus = None if _tests_distributions(request) else self.corpus
+        tests_drafts = request.verification.uses_draft_distributions and request.sampling.temperature > 0
         texts: list[TextDrafter] = []
-        if prediction and (is_any or allowed is DrafterKind.PREDICTION):
+        if prediction and request.drafter in (DrafterKind.MODEL, DrafterKind.PREDICTION):
             texts.append(PredictionDrafter(prediction))
-        if is_any or allowed is DrafterKind.SUFFIX:
-            texts.append(SuffixDrafter(corpus))
+        if request.drafter in (DrafterKind.MODEL, DrafterKind.SUFFIX):
+            texts.append(SuffixDrafter(None if tests_drafts else self.corpus))
         return texts
 
     def _max_nodes(self, request: GenerationRequest) -> int:
         """Return the upper bound of a proposal's nodes; only coupled verification takes trees."""
-        if request.verification is not VerificationMethod.COUPLED or not self._takes_trees:
-            return 0
-        return request.gamma.max_nodes
-
-
-def _tests_distributions(request: GenerationRequest) -> bool:
-    return request.verification.uses_draft_distributions and request.sampling.temperature > 0
+        allows_trees = request.verification is VerificationMethod.COUPLED and self._takes_trees
+        return request.gamma.max_nodes if allows_trees else 0

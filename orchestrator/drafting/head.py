@@ -22,7 +22,6 @@ class TargetHead:
         return Readiness.READY if session.num_emitted else Readiness.READING
 
     async def propose(self, session: Session, shape: Shape) -> DraftHere:
-        """Return the order to draft within `shape`."""
         return DraftHere(shape)
 
     def prefer(self, session: Session, address: str) -> None:

@@ -52,7 +52,6 @@ class SessionDrafter:
     Args:
         remote: Proposes by a model; None if the request does not allow it.
         texts: Text drafters, of equally long matches the first one's is preferred.
-        grammar: Proposes the tokens that the grammar forces; None without a grammar.
         max_gamma: Upper bound of the tokens of a match.
         fixed: The request's gamma; None if it is adaptive.
     """
@@ -76,9 +75,7 @@ class SessionDrafter:
         if self._fixed == 0:
             return Candidates()
         readiness = None if self._remote is None else self._remote.prepare(session)
-        model = None
-        if self._remote is not None and readiness is Readiness.READY:
-            model = self._remote.kind
+        model = self._remote.kind if self._remote is not None and readiness is Readiness.READY else None
         if forced := self._num_forced(session):
             return Candidates(num_forced=forced)
         is_alone = self._fixed is not None and model is not None and not self._has_prediction
@@ -89,15 +86,14 @@ class SessionDrafter:
         """Return what the text drafters find after the committed tokens; at most one match of each."""
         if self._position != session.num_committed:
             self._position = session.num_committed
-            forced = None if self._grammar is None else self._grammar.look_up(session, self._max_gamma)
-            found = [text.look_up(session, self._max_gamma) for text in self._texts]
+            grammar, depth = self._grammar, self._max_gamma
+            forced = None if grammar is None else grammar.look_up(session, depth)
+            found = [text.look_up(session, depth) for text in self._texts]
             self._matches = [match for match in found if match is not None]
             if forced is not None:
                 self._matches = [forced]
-            elif self._grammar is not None:
-                completed = (
-                    self._grammar.completed(session, match, self._max_gamma) for match in self._matches
-                )
+            elif grammar is not None:
+                completed = (grammar.completed(session, match, depth) for match in self._matches)
                 self._matches = [match for match in completed if match is not None]
         return self._matches
 
@@ -147,10 +143,7 @@ def _proposal(match: Match | None, session: Session, shape: Shape) -> Proposal:
 
 
 class DrafterChoice:
-    """Asks a session's drafters what they could propose, and its controller which of it.
-
-    Implements the cycle's GammaController.
-    """
+    """A GammaController: asks a session's drafters what they could propose, and its controller which."""
 
     def __init__(
         self, session: Session, drafter: SessionDrafter, controller: AdaptiveGamma | FixedGamma

@@ -13,11 +13,7 @@ MAX_INDEXED = 32_768
 
 
 class SuffixDrafter:
-    """Looks the latest tokens of one session up in its earlier ones and in a corpus; implements TextDrafter.
-
-    Of the two continuations the one with the higher expected number of accepted tokens is proposed, of equals
-    the one with the longer match.
-    """
+    """Looks the latest tokens up in their session and in a corpus, and proposes the more promising chain."""
 
     kind = DrafterKind.SUFFIX
 
@@ -26,7 +22,6 @@ class SuffixDrafter:
         self._num_seen = 0
 
     def look_up(self, session: Session, depth: int) -> Match | None:
-        """Return the more promising continuation of at most `depth` tokens, None if there is none."""
         tokens = session.token_ids
         self._index.extend(tokens[max(self._num_seen, len(tokens) - MAX_INDEXED) :])
         self._num_seen = len(tokens)

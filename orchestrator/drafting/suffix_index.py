@@ -64,15 +64,10 @@ _WINDOW = LEVELS[-1]
 
 @dataclass(frozen=True)
 class Context:
-    """The end of a token sequence, to be looked up.
+    """The end of a token sequence, to be looked up."""
 
-    Args:
-        tokens: The latest tokens, at most `LONGEST`.
-        slots: Hash of the suffix of each of `LEVELS`, 16 bits; without meaning where `tokens` is shorter.
-    """
-
-    tokens: array[int]
-    slots: tuple[int, ...]
+    tokens: array[int]  # the latest tokens, at most `LONGEST`
+    slots: tuple[int, ...]  # 16-bit hash per suffix of `LEVELS`; without meaning where `tokens` is shorter
 
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> Context:
@@ -115,15 +110,10 @@ class _Block:
 
 
 class SuffixIndex:
-    """Token sequences that grow at the end and are dropped from the start, in blocks.
+    """Token sequences that grow at the end and are dropped from the `start`, in blocks.
 
-    Positions are absolute: position p stands before the p-th token that was added since the beginning.
-
-    Args:
-        block_size: Positions per block, also the slots of each of its tables: a power of 2, at most 2^15.
-
-    Attributes:
-        start: Position of the oldest token that is held.
+    Positions are absolute: position p stands before the p-th token that was added since the beginning. A
+    block has `block_size` positions, and slots in each of its tables: a power of 2, at most 2^15.
     """
 
     def __init__(self, block_size: int = 4096) -> None:
@@ -181,14 +171,11 @@ class SuffixIndex:
     def look_up(self, context: Context, depth: int, shortest: int = 1) -> Match | None:
         """Return the most frequent continuation of the longest suffix of a context that occurs here.
 
-        A chain has at most `LENGTH_FACTOR` tokens per matched one: a short match says little of what is far.
-        Of the suffix of `LEVELS` that is found, the latest `MAX_OCCURRENCES` are compared further back. Where
-        the context is the end of this index and an occurrence overlaps it, the chain continues with its own
-        first tokens, so that a repetition is proposed to the full depth.
-
-        Args:
-            depth: Upper bound of tokens in the chain.
-            shortest: Least length of a match, of `LEVELS`.
+        A chain has at most `depth` tokens and `LENGTH_FACTOR` per matched one: a short match, of at least
+        `shortest`, says little of what is far. Of the suffix of `LEVELS` that is found, the latest
+        `MAX_OCCURRENCES` are compared further back. Where the context is the end of this index and an
+        occurrence overlaps it, the chain continues with its own first tokens, so that a repetition is
+        proposed to the full depth.
         """
         occurrences, length = self._occurrences(context.tokens, context.slots, shortest)
         if not occurrences:
@@ -197,10 +184,7 @@ class SuffixIndex:
         return self._continuation(occurrences, length, min(depth, LENGTH_FACTOR * length))
 
     def _occurrences(self, context: array[int], slots: Sequence[int], shortest: int) -> tuple[list[int], int]:
-        """Return where the longest suffix of `LEVELS` occurred, latest first, and its length.
-
-        A block that does not have a suffix does not have the longer ones either.
-        """
+        """Return where the longest suffix of `LEVELS` occurred, latest first, and its length."""
         blocks, found_level = list(reversed(self._blocks)), -1
         for level, length in enumerate(LEVELS):
             if length < shortest:

@@ -57,6 +57,16 @@ if TYPE_CHECKING:
 _LONGEST_TEMP = 9
 _PROBE_TIMEOUT_S = 5.0
 
+HOST = "127.0.0.1"
+_ESSENTIAL = ("gcs_server", "raylet")
+_RAY_TRIES = 4
+_POLL_S = 0.1
+_BAD_INPUT = re.compile(r"[\w.]*(UnsupportedVllmError|InvalidArgumentError): ")
+_HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidModelError)\b")
+_ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
+_LOGGED_ERROR = re.compile(r"ERROR (\d{4}-\S+ \S+) (.*)")  # of Ray Serve: the time, and the rest
+_NUM_LOGGED = 3
+
 
 def private_directory() -> Path:
     """Create the directory of one cluster, with a short path."""
@@ -98,17 +108,6 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
-
-
-HOST = "127.0.0.1"
-_ESSENTIAL = ("gcs_server", "raylet")
-_RAY_TRIES = 4
-_POLL_S = 0.1
-_BAD_INPUT = re.compile(r"[\w.]*(UnsupportedVllmError|InvalidArgumentError): ")
-_HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidModelError)\b")
-_ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
-_LOGGED_ERROR = re.compile(r"ERROR (\d{4}-\S+ \S+) (.*)")  # of Ray Serve: the time, and the rest
-_NUM_LOGGED = 3
 
 
 class BadSettingError(GammarayError):

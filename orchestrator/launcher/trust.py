@@ -17,17 +17,11 @@ from gammaray.security.keys import hash_key, make_secret, read_keys
 
 @dataclass(frozen=True)
 class Trust:
-    """Security settings that the launcher passes to the processes it starts.
+    """Security settings that the launcher passes to the processes it starts."""
 
-    Args:
-        orchestrator: Fields of OrchestratorSettings.
-        api_key: The launcher's own key; None if no keys are required.
-        local_only: Orchestrators reject gRPC calls from other machines.
-    """
-
-    orchestrator: Mapping[str, Any]
-    api_key: str | None
-    local_only: bool = False
+    orchestrator: Mapping[str, Any]  # fields of OrchestratorSettings
+    api_key: str | None  # the launcher's own; None if no keys are required
+    local_only: bool = False  # orchestrators reject gRPC calls from other machines
 
     @property
     def probe_key_sha256(self) -> str:

@@ -41,14 +41,21 @@ MAX_PROMPT_BYTES = 2**20
 MAX_SHOWN = 256
 """Characters of a model's name that an error repeats."""
 
+REPLAY_TOKENS = 64
+"""Tokens per chunk when committed tokens are replayed to a client."""
+
+PROMPT_HASH_BYTES = 32
+ANY_NAME = "any"
+"""Session name in stored requests, so that choices with different names share one stored request."""
+
+OPEN_TRIES = 3
+"""Attempts to open a session before its state is an error: other processes may be changing it."""
+
+CheckModel = Callable[[str, str, float], Awaitable[None]]
+
 
 class ContextLengthError(InvalidArgumentError):
-    """A prompt leaves no room for a token in the model's context.
-
-    Attributes:
-        size: Number of tokens of the prompt, in words.
-        max_context: The model's context, in tokens.
-    """
+    """A prompt leaves no room for a token in a context of `max_context`; `size` is its length in words."""
 
     def __init__(self, field: str, num_tokens: int, max_context: int, *, is_least: bool = False) -> None:
         self._num_tokens, self._is_least, self.max_context = num_tokens, is_least, max_context
@@ -74,10 +81,7 @@ async def check_request(
     max_context: int,
     adapters: Collection[str] = (),
 ) -> None:
-    """Check a request against the served model and its adapters, as far as is possible without tokenising.
-
-    A request of many token ids is checked in a thread.
-    """
+    """Check a request against the served model and adapters, without tokenising; a large one in a thread."""
     if request.model not in ("", model_name, *adapters):
         served = ", ".join(map(repr, [model_name, *adapters]))
         raise NotFoundError(f"no model {request.model[:MAX_SHOWN]!r}; served: {served}", "model")
@@ -120,11 +124,8 @@ async def open_session(
     """Return the session of a checked request: prompt tokenised, seed drawn, length clipped to the context.
 
     Its name is qualified with the caller's tenant. The prompt is appended to `before`, the tokens of earlier
-    turns; `seed` is their seed, used if the request has none.
-
-    Raises:
-        InvalidArgumentError: The prompt has no token, leaves no room in the context, or is too long for the
-            requested log-probabilities.
+    turns; `seed` is their seed, used if the request has none. InvalidArgumentError if there is no token, or
+    there are too many, also for log-probabilities.
     """
     if isinstance(request.prompt, str):  # tokenising takes some hundred bytes of memory per byte
         check_prompt_length(len(before) + tokenizer.min_tokens(request.prompt), max_context, is_least=True)
@@ -163,44 +164,19 @@ def make_session(
     )
 
 
-REPLAY_TOKENS = 64
-"""Tokens per chunk when committed tokens are replayed to a client."""
-
-PROMPT_HASH_BYTES = 32
-ANY_NAME = "any"
-"""Session name in stored requests, so that choices with different names share one stored request."""
-
-OPEN_TRIES = 3
-"""Attempts to open a session before its state is an error: other processes may be changing it."""
-
-
-CheckModel = Callable[[str, str, float], Awaitable[None]]
-
-
 @dataclass
 class OpenSession:
-    """A session that this process owns, or whose turn has ended.
+    """A session that this process owns, or whose turn has ended."""
 
-    Args:
-        session: The session; at its prompt until `replay` has run.
-        request: The request that began the turn.
-        tokens: Tokens that previous owners committed in this turn.
-        offset: Number of these that the client has.
-        ended: Finish reason if the turn has ended, else None.
-        handover: Handover of the previous owner.
-    """
-
-    session: Session
-    request: GenerationRequest
-    tokens: tuple[StoredToken, ...] = ()
-    offset: int = 0
-    ended: FinishReason | None = None
-    handover: SessionHandover = field(default_factory=SessionHandover)
+    session: Session  # at its prompt until `replay` has run
+    request: GenerationRequest  # the request that began the turn
+    tokens: tuple[StoredToken, ...] = ()  # that previous owners committed in this turn
+    offset: int = 0  # number of these that the client has
+    ended: FinishReason | None = None  # None if the turn has not ended
+    handover: SessionHandover = field(default_factory=SessionHandover)  # of the previous owner
 
     async def replay(self, progress: ChunkBuilder) -> AsyncGenerator[Chunk, None]:
-        """Advance the session to the last committed token; yield the tokens that the client lacks.
-
-        Yields to the event loop after each piece of `REPLAY_TOKENS`.
+        """Advance the session to the last committed token; yield the tokens that the client lacks in pieces.
 
         The detokeniser processes all tokens again, so the text continues where the client's ends: bytes of an
         incomplete character, and text that may become a stop string, are held back as before.
@@ -214,11 +190,10 @@ class OpenSession:
         for start in range(self.offset, len(tokens), REPLAY_TOKENS):
             piece = tokens[start : start + REPLAY_TOKENS]
             session.commit([token_id for token_id, _, _ in piece])
-            is_last = start + len(piece) == len(tokens)
-            if not (is_last and self.ended):
-                yield progress.piece(piece, session.text.take(final=False))
-            else:
+            if self.ended and start + len(piece) == len(tokens):
                 yield self._last(progress, piece)
+            else:
+                yield progress.piece(piece, session.text.take(final=False))
             await asyncio.sleep(0)
         if session.num_emitted != len(tokens):
             raise InternalError(
@@ -237,10 +212,8 @@ class OpenSession:
 class SessionManager:
     """Begins, resumes and continues sessions.
 
-    Args:
-        check_model: Raises ModelChangedError if only target workers of other models than a session's are
-            connected; takes its name, its model identity, and the longest wait for a worker (s).
-        model_name: Name of the model without an adapter.
+    `check_model` takes a session's name, its model identity and the longest wait for a worker (s); it raises
+    ModelChangedError if only target workers of other models are connected.
     """
 
     def __init__(
@@ -266,7 +239,6 @@ class SessionManager:
         return opened
 
     def _adapter(self, request: GenerationRequest) -> str:
-        """Return the LoRA adapter that a checked request names; empty for none."""
         return "" if request.model == self._model_name else request.model
 
     async def _open(self, request: GenerationRequest, max_context: int, caller: Caller) -> OpenSession:
@@ -331,8 +303,7 @@ class SessionManager:
         session.model_identity = stored.model_identity
         await self._store.next_turn(session, _serialised(request), stored)
         left = SessionHandover.from_bytes(stored.handover)  # counters of the previous turn do not carry over
-        handover = SessionHandover(target=left.target, draft=left.draft)
-        return OpenSession(session, request, handover=handover)
+        return OpenSession(session, request, handover=SessionHandover(target=left.target, draft=left.draft))
 
     async def _resume(self, request: GenerationRequest, stored: StoredSession) -> OpenSession:
         if request.resume_from is None:
@@ -379,10 +350,7 @@ class SessionManager:
 
 
 def _serialised(request: GenerationRequest) -> bytes:
-    """Serialise a request for the store: a hash of the prompt, then the fields that all choices share.
-
-    All choices of a request give the same bytes. The tokens of the prompt are stored separately.
-    """
+    """Serialise a request for the store, equal for all its choices; a hash stands for the prompt."""
     sampling = replace(request.sampling, seed=0, sample_index=0)
     stored = replace(request, prompt=(), sampling=sampling, session_id=ANY_NAME, resume_from=0)
     return _prompt_hash(request) + request_to_proto(stored).SerializeToString()
@@ -395,7 +363,6 @@ def _began(stored: StoredSession) -> GenerationRequest:
 
 
 def _prompt_hash(request: GenerationRequest) -> bytes:
-    """Return the SHA-256 hash of the prompt of a request as it was given, text or token ids."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return hashlib.sha256(b"text" + prompt.encode()).digest()

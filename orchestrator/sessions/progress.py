@@ -15,14 +15,10 @@ from orchestrator.text.tokenizer import Tokenizer
 
 
 class ChunkBuilder:
-    """Turns the cycles of one session into chunks and counts them.
+    """Turns the cycles of one session into chunks after `offset` tokens, and counts them.
 
-    Counts cover emitted tokens only: tokens after the end of the completion count neither as accepted nor as
-    tested.
-
-    Args:
-        offset: Emitted tokens that the client has already.
-        counters: Counters of earlier owners, who took `elapsed_s`.
+    Counts, which continue `counters` and `elapsed_s` of earlier owners, cover emitted tokens only: tokens
+    after the end of the completion count neither as accepted nor as tested.
     """
 
     def __init__(
@@ -57,10 +53,7 @@ class ChunkBuilder:
         finish_reason: FinishReason | None = None,
         drafter: DrafterKind | None = None,
     ) -> Chunk:
-        """Return the chunk of the next tokens without counting them; the last chunk has usage and summary.
-
-        `drafter` proposed the accepted ones; None: unknown.
-        """
+        """Return the chunk of the next tokens without counting them; `drafter` proposed the accepted ones."""
         emitted = tuple(emitted_token(token, self._tokenizer, drafter) for token in tokens)
         session, offset = self._session, self._offset
         self._offset += len(emitted)

@@ -19,16 +19,7 @@ from orchestrator.text.tokenizer import Tokenizer
 
 
 class ReceiptIssuer:
-    """Signs receipts with the newest key of a file.
-
-    Args:
-        keys_file: The file; empty: no receipts are issued.
-        model_name: Name under which the target is served.
-        identities: Returns the model identities of the targets.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read, or has no private key.
-    """
+    """Signs receipts by the newest key of a file, if one is named; InvalidArgumentError if that has none."""
 
     def __init__(
         self,
@@ -52,24 +43,15 @@ class ReceiptIssuer:
         return published(self.keys, sorted({dtype_of(identity) for identity in self._identities()} - {""}))
 
     def check(self) -> None:
-        """Check that there is a key.
-
-        Raises:
-            InvalidArgumentError: There is none.
-        """
+        """Raise InvalidArgumentError if there is no key."""
         if not self.keys:
             allowed = "false: this server has no key for receipts (receipt_keys_file)"
             raise InvalidArgumentError("receipt", "true", allowed)
 
     async def issue(self, opened: OpenSession, last: Chunk) -> str:
-        """Return the signed receipt of a turn whose last chunk is `last`; it has the tokens of all owners.
-
-        Raises:
-            InvalidArgumentError: There is no key.
-        """
+        """Return the signed receipt of a turn, with the tokens of all owners; raises as `check` does."""
         self.check()
-        num_ids = last.prompt_tokens + last.offset + len(last.tokens)
-        if num_ids <= INLINE_NUMBERS:
+        if last.prompt_tokens + last.offset + len(last.tokens) <= INLINE_NUMBERS:
             return self._signed(opened, last)
         return await in_thread(self._signed, opened, last)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,8 @@ READ_PERIOD_S = 30.0
 class StoreBounds:
     """Upper bounds of the bytes that are charged for sessions, see `orchestrator.storage.session_scripts`.
 
-    Args:
-        total: Bytes of all sessions; 0 takes half of Redis's `maxmemory`, or 1 GiB if Redis has none or
-            it cannot be read.
-        tenant_share: Share of the total that one tenant may use, if API keys name tenants.
+    A `total` of 0 is half of Redis's `maxmemory`, or 1 GiB if that is unknown; one tenant may use
+    `tenant_share` of it, if API keys name tenants.
     """
 
     def __init__(self, redis: Redis, total: int = 0, tenant_share: float = TENANT_SHARE) -> None:
@@ -42,15 +41,11 @@ class StoreBounds:
     async def admitted(self, call: Callable[[], Awaitable[Any]], name: str, ttl_ms: int, field: str) -> int:
         """Run a script that may be refused for exceeding a bound; return its result if it is admitted.
 
-        Args:
-            name: The qualified name of what it stores.
-            ttl_ms: Upper bound of the retry delay.
-            field: Field of the request that is too large if waiting cannot help.
+        `name` is qualified, and `field` of the request too large if waiting cannot help.
 
         Raises:
-            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
+            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay up to `ttl_ms`.
             InvalidArgumentError: The request alone may exceed that bound.
-            UnavailableError: Redis cannot be reached.
         """
         while True:
             code, *refusal = await answer(call())
@@ -80,20 +75,16 @@ class StoreBounds:
     async def _derive(self) -> int:
         if time.monotonic() >= self._read_at:
             self._read_at = time.monotonic() + READ_PERIOD_S
-            try:
+            # Redis is unreachable, so the next call fails, or an ACL forbids INFO.
+            with suppress(GammarayError):
                 memory = await answer(self._redis.info("memory"))
                 self._derived = int(memory.get("maxmemory", 0)) // 2 or DEFAULT_TOTAL
-            except GammarayError:  # Redis is unreachable, so the next call fails, or an ACL forbids INFO
-                pass
         return self._derived
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one cluster: all of its orchestrators and workers have the same prefix, no others do.
-
-    The prefix, the setting `redis_prefix`, has no colon, so that no key of a cluster is one of another.
-    """
+    """The keys of one cluster, whose `prefix` has no colon: no key of a cluster is one of another."""
 
     prefix: str = REDIS_PREFIX
 

@@ -25,10 +25,7 @@ ROLES = ("target", "draft")
 
 
 async def check_unused(redis_url: str, keys: Keys) -> None:
-    """Check that no other cluster runs with these keys, before one is started.
-
-    Raises InvalidArgumentError if orchestrators are announced, and still are after `UNUSED_WAIT_S`.
-    """
+    """Raise InvalidArgumentError if orchestrators stay announced with these keys for `UNUSED_WAIT_S`."""
     redis, since = connect(redis_url), time.monotonic()
     try:
         registry = RedisRegistry(redis, keys)

@@ -87,22 +87,14 @@ return existed
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response as read from the store.
+    """A response as read from the store."""
 
-    Args:
-        input: JSON list of the items before the response's output, those of earlier responses included.
-        response: JSON of the response object, without log-probabilities.
-    """
-
-    input: bytes
-    response: bytes
+    input: bytes  # JSON list of the items before the response's output, those of earlier responses included
+    response: bytes  # JSON of the response object, without log-probabilities
 
 
 class ResponseStore:
-    """Stores responses for a time after their last change.
-
-    Every method raises UnavailableError if Redis cannot be reached.
-    """
+    """Stores responses for a time after their last change; UnavailableError if Redis cannot be reached."""
 
     def __init__(
         self, redis: Redis, ttl_s: int, bounds: StoreBounds | None = None, keys: Keys = DEFAULT_KEYS
@@ -115,12 +107,7 @@ class ResponseStore:
         self._ending = BackgroundTasks(_log, "the end of a response could not be stored")
 
     async def create(self, name: str, stored: StoredResponse, room: int) -> None:
-        """Store a response that begins, and reserve `room` bytes; `name` is qualified and new.
-
-        Raises:
-            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
-            InvalidArgumentError: The response alone exceeds that bound.
-        """
+        """Store a new response and reserve `room` bytes; errors are those of `StoreBounds.admitted`."""
         args = [*self._common(name), *await self._bounds.of(name), stored.input, stored.response, room]
         keys = self._keys.response(name)
         field = "max_output_tokens" if room > len(stored.input) else "input"
@@ -140,9 +127,8 @@ class ResponseStore:
 
     async def read(self, name: str) -> StoredResponse:
         """Return a response, or raise NotFoundError."""
-        found: list[Any] = await answer(
-            self._redis.hmget(self._keys.response(name)[0], ["input", "response"])
-        )
+        key = self._keys.response(name)[0]
+        found: list[Any] = await answer(self._redis.hmget(key, ["input", "response"]))
         if found[0] is None or found[1] is None:
             raise NotFoundError(f"no response {name_of(name)}", "response")
         return StoredResponse(*found)

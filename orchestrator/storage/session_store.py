@@ -58,30 +58,22 @@ SUMMARY_FIELDS = (
 )
 """Fields of a session's summary. A hash without the first was stored by an earlier version."""
 
+_RECORDS = {num_top: TokenRecords(None if num_top < 0 else num_top) for num_top in range(-1, 21)}
+
 
 @dataclass(frozen=True)
 class StoredSession(SessionInfo):
-    """A session with its tokens, as read from the store; its id is the qualified name.
+    """A session with its tokens, as read from the store; its id is the qualified name."""
 
-    Args:
-        request: The request that began the turn, as passed to the store.
-        prompt: Token ids of the turn's prompt, which includes all earlier turns.
-        sample_index: Index of the session among the request's choices.
-        max_tokens: Upper bound of emitted tokens, clipped to the context.
-        handover: What the owner left for the next one.
-        model_identity: Identity of the target that emitted the tokens, also of earlier turns; "" if unknown.
-        is_whole: Whether all committed tokens are present.
-    """
-
-    request: bytes
+    request: bytes  # the request that began the turn, as passed to the store
     digest: str
-    prompt: tuple[int, ...]
-    sample_index: int
-    max_tokens: int
+    prompt: tuple[int, ...]  # token ids of the turn's prompt, which includes all earlier turns
+    sample_index: int  # index of the session among the request's choices
+    max_tokens: int  # upper bound of emitted tokens, clipped to the context
     tokens: tuple[StoredToken, ...]
-    handover: bytes
-    model_identity: str
-    is_whole: bool
+    handover: bytes  # what the owner left for the next one
+    model_identity: str  # of the target that emitted the tokens, earlier turns included; "" if unknown
+    is_whole: bool  # whether all committed tokens are present
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -172,18 +164,11 @@ def _unpack_request(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
     return packed[4 : 4 + length], struct.unpack_from(f"<{count}I", packed, 4 + length)
 
 
-_RECORDS = {num_top: TokenRecords(None if num_top < 0 else num_top) for num_top in range(-1, 21)}
-
-
 class RedisStore:
     """Implements the cycle's SessionStore; a commit is one round trip, shared by concurrent commits.
 
-    Every method raises UnavailableError if Redis cannot be reached.
-
-    Args:
-        ttl_s: Seconds that a session is kept after its last change. A running turn renews its ttl at most
-            once a second, or ten times per `ttl_s` if that is more often.
-        lease_s: Seconds until a lease expires without renewal.
+    Every method raises UnavailableError if Redis cannot be reached. A session is kept `ttl_s` after its last
+    change; a running turn renews that at most once a second, or ten times per `ttl_s` if that is more often.
     """
 
     def __init__(
@@ -215,8 +200,7 @@ class RedisStore:
 
         Raises:
             FailedPreconditionError: A session with this name exists.
-            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
-            InvalidArgumentError: The request alone may exceed that bound.
+            GammarayError: As `StoreBounds.admitted`.
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
         digest = digest_of(packed)
@@ -233,16 +217,12 @@ class RedisStore:
         Raises:
             FailedPreconditionError: The session has changed since `before` was read.
             NotFoundError: The session was deleted or has expired.
-            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
-            InvalidArgumentError: The request alone may exceed that bound.
+            GammarayError: As `StoreBounds.admitted`.
         """
         name, packed = session.session_id, pack_request(request, session.prompt)
         digest = digest_of(packed)
-        keys = [
-            *self._keys.of(name),
-            *self._keys.request(name, digest),
-            *self._keys.request(name, before.digest),
-        ]
+        keys = [*self._keys.of(name), *self._keys.request(name, digest)]
+        keys += self._keys.request(name, before.digest)
         args = [uuid.uuid4().hex, *await self._bounds.of(name), packed, room_of(session)]
         args += [before.epoch, before.digest, *fields_of(session)]
         epoch = await self._admitted(self._next_turn, name, keys, [*self._common(name, digest), *args])
@@ -284,8 +264,7 @@ class RedisStore:
             if isinstance(result, list):
                 result, is_due = result
         if result == scripts.OTHER_MODEL:
-            began = (await self.read(name)).model_identity
-            raise ModelChangedError(name, began, [session.model_identity])
+            raise ModelChangedError(name, (await self.read(name)).model_identity, [session.model_identity])
         _checked(result, name, start)
         if is_due:
             await self.renew(session)
@@ -303,15 +282,11 @@ class RedisStore:
     async def take_over(self, session_id: str, digest: str = "") -> int:
         """Become the owner: return the new epoch; commits of the previous owner are refused from now on.
 
-        A finished session needs no owner; it keeps its epoch.
-
-        Args:
-            digest: Digest of its request when it was last read, which saves a look-up; "" if unknown.
+        A finished session needs no owner; it keeps its epoch. Its request's `digest` saves a look-up.
 
         Raises:
             NotFoundError: No such session.
-            ResourceExhaustedError: What its turn may still emit exceeds a bound of stored bytes; has a
-                retry delay.
+            ResourceExhaustedError: What its turn may still emit exceeds a bound; has a retry delay.
         """
         bounds = await self._bounds.of(session_id)
 
@@ -325,15 +300,11 @@ class RedisStore:
     async def cancel(self, session_id: str) -> int:
         """Cancel the session's turn unless it has ended; return its epoch: no more commits are accepted."""
         args = self._common(session_id, "")
-        return _checked(
-            int(await answer(self._cancel(keys=self._keys.of(session_id), args=args))), session_id
-        )
+        epoch = await answer(self._cancel(keys=self._keys.of(session_id), args=args))
+        return _checked(int(epoch), session_id)
 
     async def read(self, session_id: str, before: StoredSession | None = None) -> StoredSession:
-        """Return a session.
-
-        Args:
-            before: An earlier state of it; its request is not read again if it is still the same.
+        """Return a session; the request of an earlier state, `before`, is not read again.
 
         Raises:
             NotFoundError: No such session.
@@ -375,12 +346,9 @@ class RedisStore:
     async def recent(self, tenant: str, limit: int) -> list[SessionInfo]:
         """Return a tenant's sessions, most recently active first; tokens are not read."""
         found: list[SessionInfo] = []
-        names = [
-            _text(name)
-            for name in await answer(self._redis.zrevrange(self._keys.index(tenant), 0, limit - 1))
-        ]
+        names = await answer(self._redis.zrevrange(self._keys.index(tenant), 0, limit - 1))
         for start in range(0, len(names), LIST_PAGE):
-            found += await self._summaries(names[start : start + LIST_PAGE])
+            found += await self._summaries([_text(name) for name in names[start : start + LIST_PAGE]])
         return found
 
     async def exist(self, session_ids: Sequence[str]) -> list[bool]:
@@ -397,10 +365,7 @@ class RedisStore:
         return [_text(name) for name in await answer(self._redis.smembers(self._keys.running))]
 
     async def reap(self, session_id: str) -> int | None:
-        """End the lease of a session if it has expired.
-
-        Returns the epoch of the former owner, -1 if there is no such session, None if its owner is alive.
-        """
+        """End an expired lease; return its owner's epoch, -1 without a session, None if the owner lives."""
         epoch = int(await answer(self._reap.call(self._keys.of(session_id), self._common(session_id, ""))))
         return epoch or None
 
@@ -440,8 +405,7 @@ class RedisStore:
     async def _summaries(self, names: Sequence[str]) -> list[SessionInfo]:
         heads = [self._keys.of(name)[0] for name in names]
         now_ms, lines = await answer(self._list(keys=heads, args=SUMMARY_FIELDS))
-        rows = zip(names, lines, strict=True)
-        return [split_summary(name, line, now_ms) for name, line in rows if line]
+        return [split_summary(name, line, now_ms) for name, line in zip(names, lines, strict=True) if line]
 
 
 def _checked(result: int, session_id: str, start: int = 0) -> int:

@@ -22,10 +22,7 @@ _ABSENT = 2**32 - 1
 
 
 class TokenRecords:
-    """Packs and unpacks the tokens of one session, in records of `size` bytes.
-
-    Each has so many alternatives with log-probabilities; None for no log-probabilities.
-    """
+    """Packs tokens into records of `size` bytes with so many alternatives; None: no log-probabilities."""
 
     def __init__(self, num_top_logprobs: int | None) -> None:
         self._num_top = num_top_logprobs

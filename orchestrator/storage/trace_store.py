@@ -23,10 +23,7 @@ SHARE = 0.75
 
 
 class RedisTraceStore:
-    """Stores the records of the sessions' cycles for a time after the last change.
-
-    Every method raises UnavailableError if Redis cannot be reached.
-    """
+    """Stores the records of the sessions' cycles for a time; UnavailableError if Redis cannot be reached."""
 
     def __init__(
         self, redis: RetryingRedis, ttl_s: int, bounds: StoreBounds | None = None, keys: Keys = DEFAULT_KEYS
@@ -36,10 +33,7 @@ class RedisTraceStore:
         self._record = BatchedScript(redis, scripts.RECORD)
 
     async def append(self, session_id: str, epoch: int, records: bytes) -> bool:
-        """Append records (a serialised GetSessionTraceResponse) to a session's, as the owner of an epoch.
-
-        Returns whether they were stored: not if the session is gone or the bounds are exceeded.
-        """
+        """Append records as the owner of an epoch; return False if the session is gone or a bound is hit."""
         bounds = [round(bound * SHARE) for bound in await self._bounds.of(session_id)]
         args = [session_id, "", self._ttl_ms, 0, epoch, records, *bounds]
         result = scripts.AGAIN

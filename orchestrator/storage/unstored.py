@@ -10,11 +10,7 @@ from orchestrator.cycle.session import Session
 
 
 class UnstoredSessions:
-    """Implements the cycle's SessionStore without Redis.
-
-    Such a session has one owner, this process, so that there is no lease to renew and no epoch to compare. It
-    ends with the stream of its client.
-    """
+    """A SessionStore without Redis: each session has one owner and ends with its client's stream."""
 
     async def append(
         self,

@@ -35,30 +35,18 @@ _SLICE = 4
 
 @dataclass(slots=True)
 class _Entry:
-    """One finished cycle.
+    """One finished cycle."""
 
-    Args:
-        index: Number of the cycle, from 0.
-        base_position: Tokens committed before it.
-        draft: Call to the draft worker; None without one, or while it still prefills a prompt.
-        stored: `time.perf_counter()` when its tokens were stored; 0 when not recorded.
-    """
-
-    index: int
+    index: int  # number of the cycle, from 0
     cycle: Cycle
-    base_position: int
-    draft: Call | None
+    base_position: int  # tokens committed before it
+    draft: Call | None  # call to the draft worker; None without one, or while it still prefills a prompt
     target: Call | None
-    stored: float = 0.0
+    stored: float = 0.0  # `time.perf_counter()` when its tokens were stored; 0 when not recorded
 
 
 class CycleLog:
-    """The cycle log of one session with one owner.
-
-    Args:
-        store: Destination of the records; None for a session that is not stored.
-        trace: Trace of the spans; None when the session is not sampled.
-    """
+    """The cycle log of one session with one owner; a `store` keeps its records, a `trace` its spans."""
 
     def __init__(
         self,
@@ -110,11 +98,7 @@ class CycleLog:
             self._flush(index + 1)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Flush the remaining entries in the background.
-
-        Args:
-            error: Error that ended the generation, possibly in the middle of a cycle.
-        """
+        """Flush the remaining entries in the background; `error` ended the generation, maybe in a cycle."""
         self._flush(len(self._entries))
         trace = self._trace
         if trace is None:

@@ -60,11 +60,7 @@ class OrchestratorMeter:
         return RequestMeter(self, is_resume=request.resume_from is not None)
 
     def cycle(self, cycle: Cycle, plain_cycle_s: float | None) -> None:
-        """Count a cycle as the client sees it: without the tokens after the end of the completion.
-
-        Args:
-            plain_cycle_s: Current seconds of a cycle at gamma 0; None while unknown.
-        """
+        """Count a cycle without the tokens after the end of the completion, which no client sees."""
         emitted = len(cycle.token_ids)
         accepted = cycle.origins.count(TokenOrigin.ACCEPTED)
         self.cycles[cycle.drafter].value += 1
@@ -74,7 +70,9 @@ class OrchestratorMeter:
             self._num_drafted += cycle.num_drafted
             self.tested.value += min(cycle.num_tested, emitted)
             self.accepted.value += accepted
-            self._accepted_up_to(accepted)
+            self._positions += [0] * (accepted - len(self._positions))
+            for position in range(accepted):
+                self._positions[position] += 1
         self.tokens[TokenOrigin.ACCEPTED].value += accepted
         if emitted > accepted:
             self.tokens[cycle.origins[-1]].value += emitted - accepted
@@ -88,12 +86,6 @@ class OrchestratorMeter:
         if name not in self._outcomes:
             self._outcomes[name] = self.meter.counter("gammaray.requests", outcome=name)
         return self._outcomes[name]
-
-    def _accepted_up_to(self, num_accepted: int) -> None:
-        positions = self._positions
-        positions += [0] * (num_accepted - len(positions))
-        for position in range(num_accepted):
-            positions[position] += 1
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
@@ -160,7 +152,6 @@ class RequestMeter:
 
 
 def _split(parts: tuple[Counter, ...], cycle: Cycle) -> None:
-    """Add a cycle's time to the counters of its parts; the parts sum up to its total."""
     draft, queue, step, wire, other = parts
     queue_s = step_s = 0.0
     if cycle.timing is not None:  # from the worker's clock, hence the bounds

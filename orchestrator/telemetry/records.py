@@ -15,14 +15,7 @@ from orchestrator.cycle.types import Call, Cycle
 def cycle_record(
     session: Session, cycle: Cycle, base_position: int, draft: Call | None, target: Call | None, clock_ns: int
 ) -> pb.CycleRecord:
-    """Return the record of a cycle.
-
-    Args:
-        base_position: Tokens committed before it.
-        draft: Call to the draft worker; None without one.
-        target: Call to the target worker; None without one.
-        clock_ns: Nanoseconds since 1970 at which `time.perf_counter()` was 0.
-    """
+    """Return the record of a cycle; `clock_ns` is the Unix time at which `time.perf_counter()` was 0."""
     record = pb.CycleRecord(
         start_us=(clock_ns + round(cycle.started * 1e9)) // 1000,
         total_us=int(cycle.total_s * 1e6),

@@ -37,17 +37,10 @@ _Values = Mapping[str, str | bool | int | float]
 
 
 class SessionTrace:
-    """Makes the spans of a session.
+    """Makes the spans of a session, whose generation began at `started_ns` since 1970.
 
     The span ids of its cycles are consecutive numbers from a random start, so that a block can name its
-    parent before the parent span exists.
-
-    Args:
-        started_ns: When the generation began, in nanoseconds since 1970.
-
-    Attributes:
-        num_cycles: Number of cycles; set at the end.
-        readings: Cycles whose propose span covers the prefill of a long prompt.
+    parent before the parent span exists. In the cycles `readings` a draft worker prefilled a long prompt.
     """
 
     def __init__(self, span: Span, tracer: Tracer, ids: SpanIds, started_ns: int) -> None:
@@ -68,16 +61,11 @@ class SessionTrace:
 
     def parent_of(self, role: str, index: int) -> str:
         """Return the `traceparent` for blocks to a worker in cycle number `index`."""
-        return self._traceparent(self._id(index, _PROPOSE if role == "draft" else _VERIFY))
+        span_id = self._id(index, _PROPOSE if role == "draft" else _VERIFY)
+        return f"00-{self._context.trace_id:032x}-{span_id:016x}-01"
 
     def add_cycle(self, index: int, record: pb.CycleRecord, *, stored_ns: int = 0, error: str = "") -> None:
-        """Add the spans of one cycle.
-
-        Args:
-            index: Number of the cycle, from 0.
-            stored_ns: When its tokens were stored, in nanoseconds since 1970; 0 when they were not.
-            error: Class of the error that ended it, or empty.
-        """
+        """Add the spans of cycle number `index`; `stored_ns` is 0 if its tokens were not stored."""
         start = record.start_us * 1000
         end = start + record.total_us * 1000
         if index == 0:
@@ -102,16 +90,11 @@ class SessionTrace:
             self._add(t.SPAN_VERIFY, verify_id, cycle, proposed, verified, values, SpanKind.CLIENT, failed)
         if stored_ns:
             values = {t.CYCLE_INDEX: index, t.EMITTED: record.emitted}
-            stored = max(end, stored_ns)
-            self._add(t.SPAN_COMMIT, self._id(index, _COMMIT), self._root, end, stored, values)
+            ended = max(end, stored_ns)
+            self._add(t.SPAN_COMMIT, self._id(index, _COMMIT), self._root, end, ended, values)
 
     def add_reading(self, index: int, call: Call, clock_ns: int) -> None:
-        """Add the span of a draft worker that prefills a long prompt concurrently with the cycles.
-
-        Args:
-            index: Number of the cycle in which it began.
-            clock_ns: Nanoseconds since 1970 at which `time.perf_counter()` was 0.
-        """
+        """Add the span of a long prompt's prefill by a draft worker, begun in cycle number `index`."""
         began = clock_ns + round(call.began * 1e9)
         ended = clock_ns + round((call.ended or time.perf_counter()) * 1e9)
         record, span_id = worker_call(call), self._id(index, _PROPOSE)
@@ -140,9 +123,6 @@ class SessionTrace:
         flags = self._context.trace_flags
         context = SpanContext(self._context.trace_id, span_id, is_remote=False, trace_flags=flags)
         return set_span_in_context(NonRecordingSpan(context), Context())
-
-    def _traceparent(self, span_id: int) -> str:
-        return f"00-{self._context.trace_id:032x}-{span_id:016x}-01"
 
     def _id(self, index: int, part: int) -> int:
         return (self._first_id + 4 * index + part) % 2**64 or 2**63

@@ -29,11 +29,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class RequestSpan:
-    """The span of one generation.
-
-    Args:
-        trace: Trace of the session; None when it is not sampled, then nothing is recorded.
-    """
+    """The span of one generation; without a `trace`, as it is not sampled, nothing is recorded."""
 
     def __init__(self, trace: SessionTrace | None) -> None:
         self.trace = trace
@@ -95,16 +91,11 @@ class Tracing:
         *,
         is_stored: bool = True,
     ) -> CycleLog:
-        """Open the cycle log of a session.
-
-        Args:
-            is_stored: Whether the session is stored; else the log has spans only.
-        """
+        """Open the cycle log of a session; of one that is not stored it has spans only."""
         trace = span.trace
         if trace is not None:
             trace.bind(session)
-        store = self._store if is_stored else None
-        cycle_log = CycleLog(session, store, background, trace)
+        cycle_log = CycleLog(session, self._store if is_stored else None, background, trace)
         session.calls = cycle_log.call
         return cycle_log
 
@@ -129,8 +120,7 @@ class Tracing:
 def _parse(traceparent: str, tracestate: str = "") -> Context | None:
     if not traceparent:
         return None
-    carrier = {"traceparent": traceparent, "tracestate": tracestate}
-    context = _PROPAGATOR.extract(carrier, Context())
+    context = _PROPAGATOR.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
     return context if get_current_span(context).get_span_context().is_valid else None
 
 

@@ -41,17 +41,11 @@ class SystemRole(Enum):
 
 @dataclass(frozen=True)
 class Roles:
-    """Which sequences of roles a chat template renders.
+    """Which sequences of roles a chat template renders."""
 
-    Args:
-        has_developer: Whether `developer` has a form of its own.
-        system: Where messages of the system may be.
-        repeats: Whether messages of the same role may follow each other.
-    """
-
-    has_developer: bool = True
-    system: SystemRole = SystemRole.ANYWHERE
-    repeats: bool = True
+    has_developer: bool = True  # whether `developer` has a form of its own
+    system: SystemRole = SystemRole.ANYWHERE  # where messages of the system may be
+    repeats: bool = True  # whether messages of the same role may follow each other
 
     def adapted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return a conversation in roles that the template renders, with the same texts."""
@@ -101,23 +95,15 @@ def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What is known of a model's chat template and of the markers that its tokenizer has.
+    """What is known of a model's chat template and of the markers that its tokenizer has."""
 
-    Args:
-        template: Source of the template that is used with tools; empty if the model has no template.
-        has_tools: Whether tools change what the template renders.
-        added_tokens: Tokens that the tokenizer has in addition to those of its algorithm, by text; the value
-            says whether it is a special token, which decoded text omits.
-        response_template: Description of the model's messages and their tool calls, which transformers
-            reads; None without.
-        roles: Which sequences of roles the template renders.
-    """
-
-    template: str = ""
-    has_tools: bool = False
+    template: str = ""  # source of the template that is used with tools; empty if the model has no template
+    has_tools: bool = False  # whether tools change what the template renders
+    # Tokens beyond those of the tokenizer's algorithm -> whether special, so that decoded text omits it.
     added_tokens: Mapping[str, bool] = field(default_factory=dict)
+    # The messages and their tool calls as transformers reads them; None without.
     response_template: Mapping[str, Any] | None = None
-    roles: Roles = Roles()
+    roles: Roles = Roles()  # which sequences of roles the template renders
 
     @cached_property
     def controls(self) -> Controls:
@@ -144,7 +130,6 @@ def chat_format(tokenizer: Any) -> ChatFormat:
 
 
 def _roles(tokenizer: Any) -> Roles:
-    """Return what a template makes of some short conversations."""
     if not _shows(tokenizer, "user", "assistant", "user"):
         return Roles()
     if _shows(tokenizer, "system", "user", "assistant", "system", "user"):
@@ -197,11 +182,7 @@ def render(
     tools: Sequence[Mapping[str, Any]] = (),
     roles: Roles = Roles(),
 ) -> str:
-    """Return the prompt that a tokenizer's chat template makes of messages, adapted to the roles it renders.
-
-    Raises:
-        InvalidArgumentError: The model has no chat template, or the template refuses the messages or tools.
-    """
+    """Return the prompt that a chat template makes of messages; InvalidArgumentError if it refuses them."""
     if not tokenizer.chat_template:
         raise InvalidArgumentError("messages", "chat messages", "a prompt: the model has no chat template")
     options = {"tools": [dict(tool) for tool in tools]} if tools else {}

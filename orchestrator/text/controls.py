@@ -41,13 +41,7 @@ class ChatPrompt:
 
 
 class Controls:
-    """The control tokens of a model: its special tokens, and the added ones that its template writes.
-
-    Args:
-        template: Source of the chat template.
-        added_tokens: Tokens that the tokenizer has in addition to those of its algorithm, by text; the value
-            says whether it is a special token, which decoded text omits.
-    """
+    """The control tokens of a model: its special tokens, and the added ones that its template writes."""
 
     def __init__(self, template: str, added_tokens: Mapping[str, bool]) -> None:
         special = [text for text, is_special in added_tokens.items() if is_special]
@@ -133,7 +127,6 @@ def _trie(texts: Collection[str]) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a JSON value, keys of objects included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -15,13 +15,10 @@ MAX_TOKENS_PER_CHARACTER = 4
 
 
 class Detokenizer:
-    """The text of one completion.
+    """The text of one completion, whose first token may depend on the prompt's ids.
 
     Text that may be the start of a stop string is held back, as are the bytes of an incomplete character.
     Special tokens have no text.
-
-    Args:
-        prompt: Token ids before the completion; they may change the text of its first token.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -86,7 +83,6 @@ class _ByteDecoder:
         return self._utf8.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
-        """Return the remaining text, with incomplete characters as U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 

@@ -53,15 +53,7 @@ class _SharedEncoding:
 
 
 class Tokenizer:
-    """The tokenizer of a model, with the values of its configuration that the orchestrator needs.
-
-    Attributes:
-        vocab_size: Number of token ids of the model (its tokenizer may have fewer).
-        max_context: Longest sequence that the model supports, in tokens.
-        eos_token_ids: Tokens that end a completion.
-        vocab_sha256: Fingerprint of the vocabulary, see `gammaray.vocabulary`.
-        chat_format: What is known of the model's chat template.
-    """
+    """The tokenizer of a model, with the values of its configuration that the orchestrator needs."""
 
     def __init__(self, model: str) -> None:
         """Load tokenizer and configuration from a directory or, by name, the hub's cache."""
@@ -74,7 +66,7 @@ class Tokenizer:
                 f"{model} ({error})",
                 "a directory or hub name of a causal LM with its tokenizer",
             ) from error
-        self.vocab_size = int(config.vocab_size)
+        self.vocab_size = int(config.vocab_size)  # the model's; its tokenizer may have fewer token ids
         self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)
         self.eos_token_ids = _eos_token_ids(model, config, self._tokenizer)
         self.vocab_sha256 = vocabulary_sha256(self._tokenizer.get_vocab())
@@ -95,10 +87,7 @@ class Tokenizer:
         return self._encode(self._backend, text, is_start)
 
     def encode_marked(self, prompt: ChatPrompt) -> tuple[int, ...]:
-        """Return the token ids of a rendered conversation in which text that is no control token is marked.
-
-        The first call takes some 100 ms for a large vocabulary.
-        """
+        """Return the token ids of a marked conversation; the first call takes some 100 ms."""
         if self._marked_encoder is None:
             allowed = "texts without them: this model's tokenizer cannot encode them as text"
             raise InvalidArgumentError("messages", "a text with the name of a control token", allowed)
@@ -219,7 +208,6 @@ class Tokenizer:
 
     @cached_property
     def _joins_bytes(self) -> bool:
-        """Whether decoding only joins the tokens' bytes."""
         return self._decoder_kind == "byte_level" and not self._tokenizer.clean_up_tokenization_spaces
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -41,10 +41,7 @@ class Backoff:
         self._failed_at, self._resume_at = now, now + pause_s
 
     def note_late_answer(self) -> None:
-        """Record a late answer: after a first failure the pause ends, since the worker was only delayed.
-
-        Later failures keep their pause: a worker that keeps failing also sends late answers.
-        """
+        """End the pause after a first failure, which was only a delay; later failures keep theirs."""
         if self._failures == 1:
             self._resume_at = 0.0
 

@@ -64,16 +64,6 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         check: Called with the worker's info on connecting and every two seconds; raises GammarayError to
             refuse the worker.
         on_change: Called when the link came up, went down, or the worker was refused.
-
-    Attributes:
-        info: Last info from the worker; None before the first connection.
-        refusal: Why the worker is refused, or None.
-        prefixes: Prefixes that the worker has processed.
-        backoff: Pauses the use of a worker that is connected but late.
-        listeners: Callbacks for unsolicited proposals, by session.
-        is_up: Whether calls can be made now.
-        pending: Unanswered calls, by request id.
-        is_draining: Whether the worker is shutting down: it answers calls in flight and takes no new ones.
     """
 
     def __init__(
@@ -87,19 +77,19 @@ class WorkerConnection(Generic[BlockT, ResultT]):
     ) -> None:
         self.address = address
         self.role = protocol.role
-        self.info: WorkerInfo | None = None
-        self.refusal: GammarayError | None = None
+        self.info: WorkerInfo | None = None  # last info from the worker
+        self.refusal: GammarayError | None = None  # why the worker is refused
         self.sessions: set[str] = set()
-        self.prefixes = PrefixIndex()
-        self.backoff = Backoff()
+        self.prefixes = PrefixIndex()  # that the worker has processed
+        self.backoff = Backoff()  # pauses the use of a worker that is connected but late
         self.timeout = AdaptiveTimeout()
-        self.is_draining = False
-        self.listeners: dict[str, Callable[[draft_pb.AheadProposal], None]] = {}
+        self.is_draining = False  # the worker shuts down: it answers calls in flight and takes no new ones
+        self.listeners: dict[str, Callable[[draft_pb.AheadProposal], None]] = {}  # by session
         self._protocol = protocol
         self._check, self._on_change, self._tls = check, on_change, tls
-        self.is_up = False
+        self.is_up = False  # whether calls can be made now
         self._ids = itertools.count(1)
-        self.pending: dict[int, asyncio.Future[ResultT]] = {}
+        self.pending: dict[int, asyncio.Future[ResultT]] = {}  # unanswered calls, by request id
         self._blocks: list[BlockT] = []
         self._releases: list[pb.ReleaseSession] = []
         self._has_output = asyncio.Event()
@@ -256,16 +246,12 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         try:
             self._check(info)
         except GammarayError as error:
-            self.info = info
-            self._refuse(error)
+            if str(error) != str(self.refusal):
+                _log.error("%s worker at %s is refused: %s", self.role, self.address, error)
+            self.info, self.refusal = info, error
             raise
         self.info, self.refusal = info, None
         self.is_draining = info.is_draining
-
-    def _refuse(self, error: GammarayError) -> None:
-        if str(error) != str(self.refusal):
-            _log.error("%s worker at %s is refused: %s", self.role, self.address, error)
-        self.refusal = error
 
     def _lose(self, error: Exception) -> None:
         """Fail all calls in flight; the worker may still have processed them, but blocks are idempotent."""

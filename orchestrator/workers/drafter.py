@@ -25,6 +25,8 @@ from orchestrator.workers.session_client import WorkerSession
 LONG_CONTEXT = 64
 """If a draft worker lacks at least this many tokens, it prefills them in the background."""
 
+_DraftLink = WorkerConnection[draft_pb.ProposeBlock, draft_pb.ProposeResult]
+
 
 class Readiness(Enum):
     """Whether a draft worker can propose for a session now."""
@@ -32,9 +34,6 @@ class Readiness(Enum):
     READY = "ready"
     READING = "reading"
     ABSENT = "absent"
-
-
-_DraftLink = WorkerConnection[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
 
 class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]):
@@ -91,8 +90,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         if readiness is Readiness.ABSENT or self._link is None:
             raise UnavailableError("no draft worker can be used now")
         link = self._link
-        prepared = self._take_prepared(session, link, shape)
-        if prepared is not None:
+        if (prepared := self._take_prepared(session, link, shape)) is not None:
             return prepared
         asked = self._expect(session, link, shape)
         if asked.depth <= 0:
@@ -115,10 +113,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         return replace(proposal, worker=link.address)
 
     def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
-        """Return the lookahead proposal for this cycle's outcome, and notify the worker of its use.
-
-        After a malformed one the session leaves the worker, as after a malformed answer.
-        """
+        """Return the lookahead proposal for this cycle and notify the worker; a faulty worker is left."""
         try:
             proposal = self._prepared.take(session.token_ids, shape)
         except GammarayError as error:

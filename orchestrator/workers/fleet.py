@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from gammaray.aio import end_tasks
 from gammaray.blocks import OLDEST_PROTOCOL, PROTOCOL
 from gammaray.errors import FailedPreconditionError, GammarayError, InvalidArgumentError
 from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
-from gammaray.v1 import draft_service_pb2 as draft_pb
-from gammaray.v1 import target_service_pb2 as target_pb
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import DRAFT, TARGET, WorkerInfo
 from orchestrator.workers.verifier import info_of
@@ -42,12 +40,8 @@ class Fleet:
         tls: TlsFiles | None = None,
     ) -> None:
         self._workers, self._vocab_size, self._vocab_sha256 = workers, vocab_size, vocab_sha256
-        self.targets: WorkerPool[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerPool(
-            TARGET, self._check_target, tls
-        )
-        self.drafts: WorkerPool[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerPool(
-            DRAFT, self._check_draft, tls
-        )
+        self.targets = WorkerPool(TARGET, self._check_target, tls)
+        self.drafts = WorkerPool(DRAFT, self._check_draft, tls)
         self._task: asyncio.Task[None] | None = None
         self._has_registry = True
 
@@ -75,21 +69,19 @@ class Fleet:
 
     @property
     def identities(self) -> set[str]:
-        """Model identities of the targets, also of those that are away for a moment."""
+        """Model identities of the targets, also of those whose link is down."""
         return {info_of(link).model_identity for link in self.targets.links.values()}
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the LoRA adapters that targets serve, also of those that are away for a moment."""
+        """Names of the LoRA adapters that targets serve, also of those whose link is down."""
         return sorted({name for link in self.targets.links.values() for name in info_of(link).adapters})
 
     def release(self, session_id: str, epoch: int, *, forget: bool = False) -> None:
-        """Release a session on all workers, except caches of newer epochs; returns at once.
+        """Release a session on all workers, except caches of newer epochs (0: of any); returns at once.
 
-        Args:
-            epoch: Epoch of the releasing owner; 0 for any.
-            forget: Workers drop all its caches, also released ones; otherwise these may serve other sessions
-                with the same prefix.
+        With `forget` workers drop all its caches, also released ones, which otherwise may serve other
+        sessions with the same prefix.
         """
         for links in (self.targets.links, self.drafts.links):
             for link in links.values():
@@ -143,23 +135,17 @@ class Fleet:
         known = {self._vocab_sha256, *(link.info.vocab_sha256 for link in targets if link.info is not None)}
         self._check_vocabulary("draft", info, known, "a draft model", "the target's")
 
-    def _check_vocabulary(
-        self, role: str, info: WorkerInfo, known: Collection[str], what: str, whose: str
-    ) -> None:
+    def _check_vocabulary(self, role: str, info: WorkerInfo, known: set[str], what: str, whose: str) -> None:
         """Check that a worker speaks this protocol, and that its token ids mean the same tokens."""
         _check_protocol(role, info)
         if info.vocab_size != self._vocab_size:
             got = f"{info.model} with {info.vocab_size} token ids"
             raise InvalidArgumentError(role, got, f"{what} with {whose} {self._vocab_size} token ids")
-        if any(self._differs(info, vocab_sha256) for vocab_sha256 in known):
+        # Models without a tokenizer have no hash.
+        if info.vocab_sha256 and known - {"", info.vocab_sha256}:
             got = f"{info.model}, whose {info.vocab_size} token ids mean other tokens"
             allowed = f"{what} with {whose} vocabulary ({self._vocab_size} token ids)"
             raise InvalidArgumentError(role, got, allowed)
-
-    @staticmethod
-    def _differs(info: WorkerInfo, vocab_sha256: str) -> bool:
-        """Whether a worker's vocabulary is known to differ; models without a tokenizer have no hash."""
-        return bool(info.vocab_sha256 and vocab_sha256 and info.vocab_sha256 != vocab_sha256)
 
 
 def _check_protocol(role: str, info: WorkerInfo) -> None:

@@ -51,10 +51,7 @@ class ProposalCache:
         self.expect(0, NOTHING)
 
     def put(self, message: draft_pb.AheadProposal) -> None:
-        """Cache a proposal if it is for the current cycle.
-
-        An invalid proposal makes `take` fail, so that the session leaves the worker.
-        """
+        """Cache a proposal of the current cycle; after an invalid one `take` fails: the session leaves."""
         if message.epoch != self._epoch or message.base_position != self._base_position:
             return
         self._num_seen += 1

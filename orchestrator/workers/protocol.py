@@ -24,19 +24,13 @@ WorkerInfo = draft_pb.GetDraftInfoResponse | target_pb.GetTargetInfoResponse
 
 @dataclass(frozen=True)
 class WorkerProtocol(Generic[BlockT, ResultT]):
-    """One worker service.
-
-    Args:
-        open_stream: Opens the bidirectional stream that carries the frames.
-        get_info: Returns the worker's info; waits for the connection for at most the given seconds.
-        ahead_of: Returns the lookahead proposals of a response frame.
-    """
+    """One worker service."""
 
     role: str
-    open_stream: Callable[[grpc.aio.Channel], Any]
-    get_info: Callable[[grpc.aio.Channel, float], Awaitable[WorkerInfo]]
+    open_stream: Callable[[grpc.aio.Channel], Any]  # bidirectional; carries the frames
+    get_info: Callable[[grpc.aio.Channel, float], Awaitable[WorkerInfo]]  # waits so long for the connection
     make_frame: Callable[[list[BlockT], list[pb.ReleaseSession]], Any]
-    ahead_of: Callable[[Any], Sequence[draft_pb.AheadProposal]]
+    ahead_of: Callable[[Any], Sequence[draft_pb.AheadProposal]]  # lookahead proposals of a response frame
 
 
 DRAFT: WorkerProtocol[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerProtocol(

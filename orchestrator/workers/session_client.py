@@ -31,10 +31,7 @@ _FAILURES = frozenset(code.value[0] for code in grpc.StatusCode if code is not g
 
 
 class WorkerSession(Generic[BlockT, ResultT]):
-    """One session on the workers of one role.
-
-    Tracks how many committed tokens the attached worker holds; a block carries only the others.
-    """
+    """One session on the workers of one role; a block carries only tokens that the attached worker lacks."""
 
     def __init__(self, pool: WorkerPool[BlockT, ResultT], spec: pb.SessionSpec) -> None:
         self._pool, self._spec = pool, spec
@@ -87,11 +84,7 @@ class WorkerSession(Generic[BlockT, ResultT]):
         timeout_s: float,
         make_block: Callable[[], BlockT],
     ) -> ResultT:
-        """Send the cycle's block, again with more context while the worker reports missing tokens.
-
-        Args:
-            make_block: Returns a block with the fields specific to one of the two services.
-        """
+        """Send the block of `make_block`, again with more context while the worker reports missing tokens."""
         deadline = time.monotonic() + session.left_s(timeout_s)
         call = None if session.calls is None else session.calls(link.role, link.address)
         try:

@@ -109,13 +109,10 @@ def takes_trees(link: WorkerConnection[Any, Any]) -> bool:
 
 
 def of_identity(identity: str, grammars: str = "", adapter: str = "") -> Callable[[TargetLink], bool]:
-    """Return a predicate: whether a worker may continue a session.
+    """Return a predicate: whether a worker may continue a session; empty arguments suit any worker.
 
-    Args:
-        identity: Model identity of the session; empty: any. Without an adapter, it may be that of the model
-            with any of the worker's adapters.
-        grammars: Identity of the orchestrator's grammar library, for a session with a grammar; empty: any.
-        adapter: LoRA adapter of the session; empty: none.
+    Without an adapter, `identity` may be that of the model with any of the worker's adapters. `grammars` is
+    the identity of the orchestrator's grammar library, for a session with a grammar.
     """
 
     def suits(link: TargetLink) -> bool:
@@ -173,10 +170,7 @@ def no_worker_error(
 
 
 class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult]):
-    """Verifies through a target worker, with failover to another one; implements the cycle's Verifier.
-
-    A verification may take `timeout_s`, without the tokens to read before it.
-    """
+    """Verifies through a target worker; after `timeout_s`, prefill not counted, through another."""
 
     def __init__(
         self,
@@ -221,8 +215,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             sent, path = _sent(draft, takes_trees=session.takes_trees)
             start = time.monotonic()
             try:
-                num_unread = session.num_committed - self._num_known
-                timeout_s = self._timeout_s + num_unread * PREFILL_TOKEN_S
+                timeout_s = self._timeout_s + (session.num_committed - self._num_known) * PREFILL_TOKEN_S
                 result = await self._ask(session, link, timeout_s, partial(_block, session, sent))
             except (UnavailableError, DeadlineExceededError) as error:
                 session.left_s(0)  # raises past the caller's deadline: failover would not help
@@ -337,7 +330,6 @@ def _verdict(
 
 
 def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verdict) -> PromptLogprobs:
-    """Return the log-probabilities of the prompt after validating them."""
     found = prompt_logprobs_from_proto(verdict.prompt_logprobs, session.prompt)
     vocab_size = link.info.vocab_size if link.info is not None else 0
     if (

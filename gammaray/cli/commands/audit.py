@@ -139,8 +139,7 @@ def audit(url: str, **options: Any) -> None:
         *(Spent(options["max_tokens_total"]), options["timeout_s"], options["fields"]),
     )
     subject = Subject(server, None, prompts, options["alpha"], options["seed"])
-    names = ("reference", "reference_draft")
-    others = [(options[name], os.path.isdir(options[name])) for name in names]
+    others = [(options[name], os.path.isdir(options[name])) for name in ("reference", "reference_draft")]
     interrupted: BaseException | None = None
     try:
         asyncio.run(_run(subject, options["checks"], others))
@@ -176,11 +175,7 @@ class _Teller:
 
 
 async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[str, bool]]) -> None:
-    """Run an audit.
-
-    Args:
-        others: The reference and the drafter: URL, directory or empty, and whether it is a directory.
-    """
+    """Run an audit; `others` are reference and drafter: each its place, and whether it is a directory."""
     errors = Console(stderr=True)
     bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors)
     bar.live.transient = True

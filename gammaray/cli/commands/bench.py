@@ -102,7 +102,6 @@ async def _measure(
 
 
 def _tasks(options: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
-    """Return the prompts, each after its category, and the name of their source."""
     path: Path | None = options["prompt_file"]
     if path is None:
         return own_prompts(options["num_prompts"]), "own"

@@ -22,6 +22,11 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.sampling import SAMPLING_RULES, SamplingParams
 from gammaray.types import MAX_GAMMA, Chunk, DrafterKind, GenerationRequest, VerificationMethod
 
+_KINDS: dict[type[FieldRule], type] = {Number: float, Integer: int}
+_SAMPLING = tuple(
+    (name, _KINDS[type(rule)], rule.meaning) for name, rule in SAMPLING_RULES.items() if type(rule) in _KINDS
+)
+
 
 def _gamma(value: str) -> str | int:
     try:
@@ -31,10 +36,6 @@ def _gamma(value: str) -> str | int:
         raise click.BadParameter(message) from None
 
 
-_KINDS: dict[type[FieldRule], type] = {Number: float, Integer: int}
-_SAMPLING = tuple(
-    (name, _KINDS[type(rule)], rule.meaning) for name, rule in SAMPLING_RULES.items() if type(rule) in _KINDS
-)
 # name of the option of `AsyncClient.generate`, its type, its help text
 _OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", int, "Upper bound of emitted tokens."),

@@ -47,8 +47,7 @@ def resume(session: str, connection: Connection, turn: int, offset: int) -> None
     """Stream the rest of a SESSION's turn after its first tokens."""
 
     async def stream(client: AsyncClient) -> None:
-        chunks = client.resume(session, turn=turn, offset=offset, timeout_s=connection.timeout_s)
-        async for chunk in chunks:
+        async for chunk in client.resume(session, turn=turn, offset=offset, timeout_s=connection.timeout_s):
             click.echo(chunk.text, nl=chunk.finish_reason is not None)
 
     connection.call(stream)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby
 
 import click
 from rich.console import Group, RenderableType
@@ -22,31 +23,20 @@ _BUSY, _WAITING, _OTHER = "█", "░", "·"
 _PROPOSE, _VERIFY = "cyan", "magenta"
 _MAX_NODES_DRAWN = 12
 
+_PIPE_WIDTH = 120
+
 
 def timeline(cycles: Sequence[CycleRecord], bar_width: int = 40) -> RenderableType:
-    """Return the timeline of a session, oldest cycle first, with a summary below.
-
-    The longest bar has `bar_width` characters; bars share one scale, which cuts off the slowest tenth.
-    """
+    """Return a session's timeline with a summary; bars share a scale, which cuts off the slowest tenth."""
     parts: list[RenderableType] = [_legend()]
     scale_s = sorted(cycle.total_s for cycle in cycles)[int(0.9 * (len(cycles) - 1))] * 1.1
-    for group in _owners(cycles):
-        first = group[0]
+    for (turn, epoch), records in groupby(cycles, key=lambda cycle: (cycle.turn, cycle.epoch)):
+        group = list(records)
         if len(cycles) != len(group):
-            parts.append(Text(f"turn {first.turn}, owner's epoch {first.epoch}", style="dim"))
+            parts.append(Text(f"turn {turn}, owner's epoch {epoch}", style="dim"))
         parts.append(_table(group, bar_width / scale_s, bar_width))
     parts.append(_summary(cycles))
     return Group(*parts)
-
-
-def _owners(cycles: Sequence[CycleRecord]) -> Iterator[list[CycleRecord]]:
-    group: list[CycleRecord] = []
-    for cycle in cycles:
-        if group and (cycle.turn, cycle.epoch) != (group[-1].turn, group[-1].epoch):
-            yield group
-            group = []
-        group.append(cycle)
-    yield group
 
 
 def _table(cycles: Sequence[CycleRecord], columns_per_s: float, bar_width: int) -> Table:
@@ -160,9 +150,6 @@ def _summary(cycles: Sequence[CycleRecord]) -> Text:
         ", ".join(f"{name} {part:.0%}" for name, part in share.items()),
     ]
     return Text("; ".join(words), style="bold")
-
-
-_PIPE_WIDTH = 120
 
 
 @click.command()

@@ -18,6 +18,9 @@ from gammaray.qualify.training import TrainTask
 
 CONFIRM_WAIT_S = 10.0
 
+_drafter = click.argument("drafter")
+_tenant = click.argument("tenant")
+
 
 @click.command(cls=Program, params=settings_options(TrainTask, has_types=True), help=TrainTask.__doc__)
 def train(**options: Any) -> None:
@@ -46,10 +49,6 @@ def drafters(context: click.Context, folder: Path) -> None:
     context.obj = LearningFolder(folder)
     if context.invoked_subcommand != "allow" and not context.obj.is_one():
         raise InvalidArgumentError("folder", str(folder), "one in which workers learn")
-
-
-_drafter = click.argument("drafter")
-_tenant = click.argument("tenant")
 
 
 @drafters.command("list")

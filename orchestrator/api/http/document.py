@@ -44,9 +44,7 @@ def route(
     """Return the arguments of a route; one whose requests never fail with 401 needs no key.
 
     Args:
-        name: Id of the operation.
         content: Schema of an answer, or the name of its component, by content type.
-        errors: Statuses of failed requests.
         body: Component of the request's body, if it has one.
     """
     answers: dict[int, dict[str, Any]] = {200: {"description": meaning, "content": _content(content)}}
@@ -72,12 +70,7 @@ def route(
 
 
 def event_schema(names: Sequence[str], *, is_named: bool = False, end: str = "") -> dict[str, Any]:
-    """Return the schema of an event of a stream, whose data is one of the named components.
-
-    Args:
-        is_named: Whether the event has a name, else it may have an id.
-        end: Data of the last event, if it is no JSON.
-    """
+    """Return the schema of a stream's event: one of the named components or, at the end, `end`."""
     data: dict[str, Any] = {
         **TEXT,
         "contentMediaType": JSON,

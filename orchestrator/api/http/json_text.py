@@ -50,11 +50,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def decode(body: bytes) -> Any:
-    """Return the value of a JSON document; of a key that occurs several times the last value counts.
-
-    Raises:
-        InvalidArgumentError: It is not JSON in UTF-8, nested in over 200 levels, or too many values.
-    """
+    """Return the value of a JSON document; InvalidArgumentError if it is wrong, too deep or too large."""
     is_small = len(body) <= SMALL_BYTES
     if not is_small:
         _check_values(body)

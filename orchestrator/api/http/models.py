@@ -96,9 +96,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 
+HTTP_SAMPLING = tuple(
+    name for name in SAMPLING_RULES if name not in ("banned_token_ids", "sample_index", "grammar")
+)
+"""Sampling parameters that a body may have; the index of a sample follows from `n`."""
+
+_NULLABLE = ("tool_calls", "tool_call_id")
+
 
 def _describe_body(schema: dict[str, Any]) -> None:
-    """Add what a body may have besides a model's fields."""
     null_is_absent(schema)
     others: dict[str, Any] = {name: {"description": "Ignored."} for name in sorted(_IGNORED)}
     others |= {name: {"enum": [*values, None]} for name, values in _NEUTRAL.items()}
@@ -175,11 +181,6 @@ class StreamOptions(ObfuscationOptions):
         False, description="With include_usage: whether each event contains its choice's usage so far."
     )
 
-
-HTTP_SAMPLING = tuple(
-    name for name in SAMPLING_RULES if name not in ("banned_token_ids", "sample_index", "grammar")
-)
-"""Sampling parameters that a body may have; the index of a sample follows from `n`."""
 
 if TYPE_CHECKING:
     _SamplingFields = StrictModel
@@ -315,9 +316,6 @@ class CompletionRequest(OpenAIRequest):
         return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in value)
 
 
-_NULLABLE = ("tool_calls", "tool_call_id")
-
-
 def _describe_message(schema: dict[str, Any]) -> None:
     """Let the content of the assistant's messages be null, and be absent."""
     null_is_absent(schema)
@@ -419,14 +417,9 @@ _Request = TypeVar("_Request", bound=RequestBody)
 
 
 def parse_body(model: type[_Request], body: bytes) -> _Request:
-    """Return the request in a body.
+    """Return the request in a body, in bounded time and memory; errors name the first invalid field.
 
-    Time and memory are bounded whatever the body contains. A large body may still take a few tenths of a
-    second: call this in a thread.
-
-    Raises:
-        InvalidArgumentError: A field is invalid; the error names the first one, or `body` if it is not a JSON
-            object in UTF-8.
+    A large body may take a few tenths of a second: call this in a thread.
     """
     payload = decode(body)
     if not isinstance(payload, dict):

@@ -42,31 +42,19 @@ LOGPROB_BYTES = 96
 
 @dataclass(frozen=True)
 class ChoicePlan:
-    """One choice to generate.
+    """One choice to generate."""
 
-    Args:
-        index: Position among the choices of the response.
-        echo: Text to put before the completion.
-        stream_tokens: Whether each streamed piece includes its tokens.
-        echo_logprobs: Alternatives per echoed prompt token in `logprobs`; None leaves the prompt out.
-        prompt_logprobs: Alternatives in the choice's `prompt_logprobs`; None omits the field.
-        is_prompt_only: Whether to omit the completion; at least one token is always generated.
-        prompt_text: The rendered prompt of a chat.
-        calls: The tool calls that the completion may have; None if it has none.
-        grammar_field: The field that asked for a grammar; empty if none did.
-    """
-
-    index: int
+    index: int  # position among the choices of the response
     prompt_index: int
     request: GenerationRequest
-    echo: str = ""
-    stream_tokens: bool = False
-    echo_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    is_prompt_only: bool = False
-    prompt_text: str = ""
-    calls: CallPlan | None = None
-    grammar_field: str = ""
+    echo: str = ""  # text to put before the completion
+    stream_tokens: bool = False  # whether each streamed piece includes its tokens
+    echo_logprobs: int | None = None  # alternatives per echoed prompt token in `logprobs`; None: no prompt
+    prompt_logprobs: int | None = None  # alternatives in the choice's `prompt_logprobs`; None omits the field
+    is_prompt_only: bool = False  # whether to omit the completion; at least one token is always generated
+    prompt_text: str = ""  # the rendered prompt of a chat
+    calls: CallPlan | None = None  # the tool calls that the completion may have; None if it has none
+    grammar_field: str = ""  # the field that asked for a grammar; empty if none did
 
     def num_logprobs(self, num_tokens: int) -> int:
         """Return how many log-probabilities of a prompt of `num_tokens` the choice returns."""
@@ -123,9 +111,6 @@ def completion_choices(
 
     Only the first sample of a prompt scores the prompt. A whole response repeats the log-probabilities in the
     prompt's other choices; a stream sends them once.
-
-    Raises:
-        InvalidArgumentError: A field is invalid; the error names the first one.
     """
     is_prompt_only = body.echo and body.asked_max_tokens == 0
     echo_logprobs = body.logprobs if body.echo else None
@@ -242,8 +227,7 @@ def _requests(
     max_tokens: int | None,
     num_prompt_logprobs: int | None,
 ) -> list[GenerationRequest]:
-    name = body.gammaray.session_id
-    if name and num_choices > 1:
+    if body.gammaray.session_id and num_choices > 1:
         raise InvalidArgumentError("session_id", f"one name for {num_choices} choices", "a single choice")
     if any(token_id < 0 for token_id in body.stop_token_ids):
         raise InvalidArgumentError("stop_token_ids", min(body.stop_token_ids), "token ids")

@@ -19,6 +19,10 @@ _Amount = Annotated[float, Field(ge=0)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Bytes = list[Annotated[int, Field(ge=0, le=255)]]
 
+ErrorType: TypeAlias = Literal[
+    "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
+]
+
 
 class TimeMs(TypedDict):
     """Milliseconds of a completion."""
@@ -380,11 +384,6 @@ class MetricsTarget(TypedDict):
 
     targets: list[str]
     labels: dict[str, str]
-
-
-ErrorType: TypeAlias = Literal[
-    "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
-]
 
 
 class ErrorObject(TypedDict):

@@ -198,10 +198,7 @@ class WholeLogprobs:
 
 @dataclass
 class ChoiceState:
-    """The accumulated output of one choice.
-
-    `add` accumulates what each last event needs, `keep` what only a whole response needs.
-    """
+    """The output of one choice: `add` collects what last events need, `keep` the rest of a whole response."""
 
     plan: ChoicePlan
     logprobs: LogprobFormat | None
@@ -260,8 +257,7 @@ class ChoiceState:
     @property
     def finish(self) -> str | None:
         """OpenAI's finish reason; None before the last chunk."""
-        has_calls = self.calls is not None and self.calls.has_whole_calls
-        if has_calls and self.finish_reason is FinishReason.STOP:
+        if self.calls is not None and self.calls.has_whole_calls and self.finish_reason is FinishReason.STOP:
             return "tool_calls"
         return None if self.finish_reason is None else self.finish_reason.value
 
@@ -360,19 +356,12 @@ class Response(ABC):
             state.calls.recall(tokens)
 
     def add(self, index: int, chunk: Chunk) -> None:
-        """Add a piece of choice `index` to a response that is sent whole.
-
-        Raises:
-            InvalidArgumentError: The prompts received so far have too many log-probabilities for one
-                response, or the response takes too much memory. The token count of a text prompt, and the
-                length of the tokens, are known only now.
-        """
+        """Add a piece of choice `index` to a whole response; InvalidArgumentError if it gets too large."""
         chunk = self._add(index, chunk)
         self._num_bytes += self.states[index].keep(chunk)
         check_size([state.plan for state in self.states], self._num_bytes)
 
     def _add(self, index: int, chunk: Chunk) -> Chunk:
-        """Add a piece of choice `index`; return it as sent to the client."""
         state, prompt = self.states[index], chunk.prompt_logprobs
         if prompt is not None:
             for other in self.states:
@@ -384,13 +373,9 @@ class Response(ABC):
         return state.add(chunk)
 
     def pieces(self, index: int, chunk: Chunk, options: StreamOptions) -> list[dict[str, Any]]:
-        """Add a piece of choice `index`; return its events, none if there is nothing to send yet.
+        """Add a piece of choice `index`; return its events, the choice's opening first; maybe none.
 
-        Those of the first piece begin with the choice's opening.
-
-        Raises:
-            InvalidArgumentError: The prompts received so far have too many log-probabilities for one
-                response.
+        InvalidArgumentError if the prompts so far have too many log-probabilities for one response.
         """
         state = self.states[index]
         events = self._piece_events(state, self._add(index, chunk), options)
@@ -459,7 +444,6 @@ class Response(ABC):
         return {**body, **self._results()}
 
     def _results(self) -> dict[str, Any]:
-        """Return the fields about the whole response, once all choices are finished."""
         return {"usage": self._usage(), "gammaray": self.states[0].gammaray(), **self._metrics()}
 
     def _metrics(self) -> dict[str, Any]:
@@ -470,7 +454,6 @@ class Response(ABC):
         return {"metrics": {"speculative_decoding": speculative_decoding(state.summary)}}
 
     def _logprobs(self, state: ChoiceState, tokens: Sequence[EmittedToken], *, with_prompt: bool) -> Any:
-        """Return the log-probabilities of tokens, preceded by those of the echoed prompt if `with_prompt`."""
         if state.logprobs is None:
             return None
         return state.logprobs.render(tokens, self._echoed(state) if with_prompt else None)

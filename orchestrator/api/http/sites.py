@@ -41,13 +41,10 @@ def listed(text: str) -> list[str]:
 
 
 class Hosts:
-    """The host names under which a server may be called.
+    """The host names under which a server may be called, with the further ones of `allowed`, by commas.
 
-    Loopback names and IP addresses are always allowed: an address cannot be rebound.
-
-    Args:
-        allowed: Further names, separated by commas; ".example.com" is that name and its subdomains, "*" any.
-        origins: Origins of other sites whose pages may call the server.
+    Loopback names and IP addresses are always allowed: an address cannot be rebound. ".example.com" is that
+    name and its subdomains, "*" any. `origins` are other sites whose pages may call the server.
     """
 
     def __init__(self, allowed: str = "", origins: Sequence[str] = ()) -> None:
@@ -113,5 +110,4 @@ def _name_of(host: str) -> str | None:
 
 
 def _is_local(name: str) -> bool:
-    """Return whether a name is a loopback name or an IP address."""
     return name == "localhost" or name.endswith(".localhost") or is_address(name)

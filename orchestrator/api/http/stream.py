@@ -36,6 +36,23 @@ HEADER = "last-event-id"
 _END = "end"
 _FORM = "an id of an event of this server: <session>:<turn>:<tokens>"
 
+Pieces = AsyncIterator[tuple[int, Chunk]]
+"""Pieces of several choices in order of arrival, each with the index of its choice."""
+
+_Queue: TypeAlias = "asyncio.Queue[tuple[int, Chunk | Exception | None]]"
+"""Pieces; each generation puts its error or None at its end."""
+
+_MAX_HELD = 32
+"""Pieces buffered for a slow client before its generations block."""
+
+_CLOSE_TIMEOUT_S = 5.0
+
+COMMENT, COMMENT_PERIOD_S = b": waiting\n\n", 10.0
+"""An event without fields, which clients ignore; sent after so many seconds in which nothing else was."""
+
+EVENT_BYTES = 256
+"""With `include_obfuscation`, event sizes are multiples of this."""
+
 
 @dataclass(frozen=True)
 class EventId:
@@ -91,24 +108,6 @@ async def recall(response: Response, backend: Backend, seen: EventId, caller: Ca
     for start in range(0, min(seen.offset, len(tokens)), REPLAY_TOKENS):
         response.recall(tokens[start : min(start + REPLAY_TOKENS, seen.offset)])
         await asyncio.sleep(0)
-
-
-Pieces = AsyncIterator[tuple[int, Chunk]]
-"""Pieces of several choices in order of arrival, each with the index of its choice."""
-
-_Queue: TypeAlias = "asyncio.Queue[tuple[int, Chunk | Exception | None]]"
-"""Pieces; each generation puts its error or None at its end."""
-
-_MAX_HELD = 32
-"""Pieces buffered for a slow client before its generations block."""
-
-_CLOSE_TIMEOUT_S = 5.0
-
-COMMENT, COMMENT_PERIOD_S = b": waiting\n\n", 10.0
-"""An event without fields, which clients ignore; sent after so many seconds in which nothing else was."""
-
-EVENT_BYTES = 256
-"""With `include_obfuscation`, event sizes are multiples of this."""
 
 
 @asynccontextmanager
@@ -169,11 +168,7 @@ async def _drain(queue: _Queue, slots: asyncio.Semaphore, num_open: int) -> Piec
 
 
 async def while_connected(request: Request, answer: Awaitable[T]) -> T:
-    """Return an answer to a request whose body was read; cancel it if the client leaves.
-
-    Raises:
-        ClientDisconnect: The client has left.
-    """
+    """Return an answer to a request whose body was read; ClientDisconnect if the client leaves before."""
     answering = asyncio.ensure_future(answer)
     watching = asyncio.create_task(_left(request), name="answer's client")
     try:
@@ -335,10 +330,8 @@ def _sse(event: Mapping[str, Any], *, is_padded: bool = False) -> bytes:
 def sse_pieces(data: Iterable[bytes], fields: str = "", *, is_padded: bool = False) -> list[bytes]:
     """Return the event of a JSON object, given in pieces, that has at least one field.
 
-    Args:
-        fields: Lines of further fields of the event, such as its id.
-        is_padded: Whether a last field `obfuscation` of random characters pads the event to a multiple of
-            EVENT_BYTES.
+    `fields` are lines of the event, such as its id. If it `is_padded`, a last field `obfuscation` of random
+    characters pads it to a multiple of EVENT_BYTES.
     """
     head = f"{fields}data: ".encode()
     if not is_padded:

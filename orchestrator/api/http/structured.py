@@ -55,10 +55,8 @@ def _of_format(asked: ResponseFormat) -> str:
 def format_rule(kind: str, schema: Any, field: str, given: Mapping[str, bool]) -> str:
     """Return the right side of the rule for texts of a format; empty for any text.
 
-    Args:
-        kind: text, json_object or json_schema.
-        schema: That of json_schema; `field` names it for errors.
-        given: Whether the fields that json_schema requires, and the others do not have, are given.
+    `schema` is that of json_schema, `field` its name for errors. `given` is whether there are the fields that
+    json_schema requires and the other formats do not have.
     """
     for name, is_given in given.items():
         if kind == "json_schema" and not is_given:

@@ -33,6 +33,11 @@ T = TypeVar("T")
 END_BYTES = 4096
 """Bytes reserved for the end of a stored response, besides its tokens: usage, times, an error."""
 
+_TOO_LARGE = ResourceExhaustedError(
+    f"the output takes more than the {TOKEN_BYTES} bytes a token that were reserved for it, and does not fit "
+    "the bounds of stored bytes: it is not stored"
+)
+
 
 def rendered(event: types.Event, *, is_padded: bool = False) -> list[bytes]:
     """Return an event as it is sent, in pieces."""
@@ -171,9 +176,3 @@ class ResponseRun:
         if self._plan.request.store:
             self._builder.cancel()
             self._records.finish_later(self._plan.response["id"], *self._stored())
-
-
-_TOO_LARGE = ResourceExhaustedError(
-    f"the output takes more than the {TOKEN_BYTES} bytes a token that were reserved for it, and does not fit "
-    "the bounds of stored bytes: it is not stored"
-)

@@ -66,7 +66,6 @@ def _joined(value: Any) -> str:
 
 
 def _joined_content(value: Any) -> str:
-    """Return the text of a message's content, whose parts may be refusals of the assistant."""
     return _joined([answer_part(part) for part in value] if isinstance(value, list) else value)
 
 

@@ -78,17 +78,13 @@ class ResponseRecords:
         self._store.finish_later(self._caller.qualify(response_id), response, short)
 
     async def read(self, response_id: str, kind: str = "response") -> Record:
-        """Return a response; `kind` says in NotFoundError what it is to the caller.
-
-        One whose orchestrator has died while it was in progress has failed.
-        """
+        """Return a response, failed if its orchestrator died; `kind` names it in NotFoundError."""
         missing = NotFoundError(f"no response {response_id[:80]!r}: it does not exist or has expired", kind)
         try:
             stored = await self._store.read(self._caller.qualify(response_id))
         except (NotFoundError, InvalidArgumentError):
             raise missing from None
-        is_small = len(stored.response) <= INLINE_BYTES
-        record = Record(stored) if is_small else await in_thread(Record, stored)
+        record = Record(stored) if len(stored.response) <= INLINE_BYTES else await in_thread(Record, stored)
         if record.response["status"] == "in_progress" and await self._is_orphaned(response_id):
             record.break_off()
         return record

@@ -19,25 +19,24 @@ from orchestrator.api.http.responses_api.models import LOGPROBS, ResponsesReques
 from orchestrator.api.http.structured import format_rule
 from orchestrator.api.http.tools.calls import CallPlan, ToolChoice, plan_calls, render_messages
 
+_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text.format",
+}
+
 
 @dataclass(frozen=True)
 class ResponsePlan:
-    """One response to generate.
+    """One response to generate."""
 
-    Args:
-        response: The response before its output.
-        items: The items before the output, those of earlier responses included.
-        prompt_text: The rendered prompt.
-        calls: The calls that the model may make; None for none.
-        names: Names that errors about fields have for the client.
-    """
-
-    response: types.ResponseObject
-    items: list[types.InputListItem]
+    response: types.ResponseObject  # the response before its output
+    items: list[types.InputListItem]  # the items before the output, those of earlier responses included
     request: GenerationRequest
-    prompt_text: str
-    calls: CallPlan | None
-    names: Mapping[str, str]
+    prompt_text: str  # the rendered prompt
+    calls: CallPlan | None  # the calls that the model may make; None for none
+    names: Mapping[str, str]  # names that errors about fields have for the client
 
 
 def plan_response(
@@ -50,7 +49,8 @@ def plan_response(
         got = f"{len(items)} items with those of earlier responses"
         raise InvalidArgumentError("input", got, f"at most {MAX_MESSAGES}")
     messages = conversation(items, len(earlier), body.instructions)
-    calls = _calls(body, model)
+    tools = checked_tools(body.tools, body.tool_choice)
+    calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, model.tokenizer)
     rule = _text_rule(body.text.format)
     names = {**_NAMES, "grammar": "tools" if calls is not None and calls.is_forced else "text.format"}
     response_id = new_id("resp")
@@ -74,14 +74,6 @@ def plan_response(
     return ResponsePlan(head, items, request, prompt.text, calls, names)
 
 
-_NAMES = {
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "prompt": "input",
-    "response_format": "text.format",
-}
-
-
 def _check_options(body: ResponsesRequest) -> None:
     options = body.gammaray
     if options.session_id:
@@ -93,11 +85,6 @@ def _check_options(body: ResponsesRequest) -> None:
         raise InvalidArgumentError("gammaray.stream_tokens", True, "false, for responses")
     if LOGPROBS in body.include and any(isinstance(tool, ToolInput) for tool in body.tools):
         raise InvalidArgumentError("include", f"{LOGPROBS} with tools", "log-probabilities without tools")
-
-
-def _calls(body: ResponsesRequest, model: Backend) -> CallPlan | None:
-    tools = checked_tools(body.tools, body.tool_choice)
-    return plan_calls(tools, body.tool_choice, body.parallel_tool_calls, model.tokenizer)
 
 
 def _text_rule(asked: TextFormatInput) -> str:

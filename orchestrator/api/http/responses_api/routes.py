@@ -85,8 +85,7 @@ def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         response_id: str, query: Annotated[_Listing, Query()], request: Request
     ) -> fastapi.Response:
         records = ResponseRecords(backend, caller_of(request))
-        found = await records.input_items(response_id, query.limit, query.order, query.after)
-        return JSONResponse(found)
+        return JSONResponse(await records.input_items(response_id, query.limit, query.order, query.after))
 
 
 async def _create(backend: Backend, bodies: BodyReader, request: Request) -> fastapi.Response:

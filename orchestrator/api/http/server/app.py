@@ -60,6 +60,12 @@ from orchestrator.text.cpu_threads import in_parser_thread, in_thread
 _ENGINE = "0"
 """Value of vLLM's label `engine`: all orchestrators together count as one engine."""
 
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+_MAX_BODIES_BYTES = 256 * 2**20
+
+_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
+
 
 def add_metrics(app: FastAPI, backend: Backend) -> None:
     """Add GET /metrics, and GET /metrics/targets for the `http_sd_configs` of Prometheus."""
@@ -144,9 +150,6 @@ class _VllmCollector:
         return family
 
 
-_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
-
-
 def playground() -> fastapi.Response:
     """Return the page; its CSP restricts it to its own inline script and to requests to this server."""
     page = _page()
@@ -177,11 +180,6 @@ def _policy(page: str) -> str:
         "frame-ancestors 'none'; "
         f"img-src data:; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}"
     )
-
-
-_MAX_BODIES_BYTES = 256 * 2**20
-
-_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 
 
 def create_app(
@@ -279,8 +277,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
 
     @app.get("/health", **route("health", "A target worker is available.", {JSON: "Health"}, (403, 405, 503)))
     async def health() -> JSONResponse:
-        processes = await backend.status()
-        if not any(process.role == "target" and process.healthy for process in processes):
+        if not any(process.role == "target" and process.healthy for process in await backend.status()):
             raise UnavailableError("no target worker is connected")
         well: Health = {"status": "ok"}
         return JSONResponse(well)
@@ -300,7 +297,6 @@ def _add_models(app: FastAPI, backend: Backend) -> None:
     started_at = int(time.time())
 
     def model(name: str) -> Model:
-        base = backend.model_name
         described: Model = {
             "id": name,
             "object": "model",
@@ -312,7 +308,7 @@ def _add_models(app: FastAPI, backend: Backend) -> None:
                 "drafters": backend.drafters,
             },
         }
-        return described if name == base else {**described, "parent": base}
+        return described if name == backend.model_name else {**described, "parent": backend.model_name}
 
     def names() -> list[str]:
         return [backend.model_name, *backend.adapters]

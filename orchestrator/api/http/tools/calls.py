@@ -25,21 +25,17 @@ from orchestrator.text.tokenizer import Tokenizer
 _LINE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 """Beginning of llguidance's errors about a line of a grammar."""
 
+ChoiceMode = Literal["none", "auto", "required"]
+
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call.
-
-    Args:
-        description: What it does, for the model.
-        parameters: JSON schema of its arguments; None: it takes none.
-        field: Name of the request's field with the schema, for errors.
-    """
+    """A function that the model may call."""
 
     name: str
-    description: str = ""
-    parameters: Mapping[str, Any] | None = None
-    field: str = "tools"
+    description: str = ""  # what it does, for the model
+    parameters: Mapping[str, Any] | None = None  # JSON schema of its arguments; None: it takes none
+    field: str = "tools"  # name of the request's field with the schema, for errors
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -54,9 +50,6 @@ class Tool:
         described = {"description": self.description} if self.description else {}
         function = {"name": self.name, **described, "parameters": dict(self.schema)}
         return {"type": "function", "function": function}
-
-
-ChoiceMode = Literal["none", "auto", "required"]
 
 
 @dataclass(frozen=True)
@@ -89,13 +82,10 @@ class CallPlan:
     def grammar(self, prompt: str, answer: str = "") -> str:
         """Return the grammar of the completion, empty if it is free.
 
-        Args:
-            answer: Right side of a rule for messages without calls, which the grammar allows unless calls are
-                forced; empty if they are free.
+        Unless calls are forced, it allows messages by the rule `answer`, any if that is empty.
 
         Raises:
-            InvalidArgumentError: The schema of a tool is no schema, or is nested too deeply; or a grammar
-                cannot express that there are calls or an answer.
+            InvalidArgumentError: The schema of a tool is none or too deep, or no grammar can express this.
         """
         if not self.is_forced and not answer:
             return ""
@@ -125,7 +115,6 @@ class CallPlan:
 
     @property
     def _called(self) -> list[Tool]:
-        """The tools that may be called."""
         return [tool for tool in self.tools if self.choice.name in ("", tool.name)]
 
     def parser(self, new_id: Callable[[int], str], prompt: str = "") -> CallParser | TemplateParser:
@@ -156,9 +145,8 @@ def plan_calls(
 ) -> CallPlan | None:
     """Return the plan of a request's tools; None if no tool can be called.
 
-    Args:
-        choice: Whether the model calls them; None: "auto" if there are tools.
-        is_parallel: Whether a message may have several calls. One of a named tool has one, as OpenAI's has.
+    Without a `choice` it is "auto" if there are tools. A message may have several calls if `is_parallel`, but
+    one of a named tool, as with OpenAI.
     """
     choice = choice or ToolChoice("auto")
     if not tools or choice.mode == "none":
@@ -172,10 +160,8 @@ def render_messages(
 ) -> ChatPrompt:
     """Return the prompt of a conversation, whose completion may have calls.
 
-    Arguments of earlier calls are objects, or texts that are no JSON object.
-
-    Raises:
-        InvalidArgumentError: The chat template refuses the messages or the tools.
+    Arguments of earlier calls are objects, or texts that are no JSON object. InvalidArgumentError if the chat
+    template refuses the messages or the tools.
     """
     tools = [] if calls is None else [tool.to_template() for tool in calls.tools]
     form = CallFormat.of(tokenizer.chat_format) if calls is None else calls.form

@@ -20,24 +20,6 @@ from typing import Any
 
 from orchestrator.text.chat import ChatFormat
 
-
-class CallFamily(Enum):
-    """Models that write tool calls alike."""
-
-    HERMES = "hermes"
-    LLAMA = "llama"
-    MISTRAL = "mistral"
-    TEMPLATE = "template"
-    """As a response template describes; no grammar expresses it."""
-
-
-OPEN = {
-    CallFamily.HERMES: "<tool_call>",
-    CallFamily.LLAMA: "<|python_tag|>",
-    CallFamily.MISTRAL: "[TOOL_CALLS]",
-}
-"""What comes before a call; with Llama it may be absent."""
-
 CLOSE = "</tool_call>"
 """What comes after one of Hermes' calls."""
 
@@ -60,17 +42,30 @@ To call a function, write a JSON object with its name and its arguments within <
 The results are given within <tool_response></tool_response>."""
 
 
+class CallFamily(Enum):
+    """Models that write tool calls alike."""
+
+    HERMES = "hermes"
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+    TEMPLATE = "template"
+    """As a response template describes; no grammar expresses it."""
+
+
+OPEN = {
+    CallFamily.HERMES: "<tool_call>",
+    CallFamily.LLAMA: "<|python_tag|>",
+    CallFamily.MISTRAL: "[TOOL_CALLS]",
+}
+"""What comes before a call; with Llama it may be absent."""
+
+
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model is told of tools, and writes calls.
-
-    Args:
-        is_native: Whether the chat template renders tools, calls and results; else this class writes them as
-            plain messages.
-    """
+    """How a model is told of tools, and writes calls."""
 
     family: CallFamily
-    is_native: bool
+    is_native: bool  # the chat template renders tools, calls and results; else this class does
     chat: ChatFormat
 
     @classmethod
@@ -106,10 +101,7 @@ class CallFormat:
     def messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-        """Return the messages and tools, in OpenAI's form, to be rendered by the chat template.
-
-        Arguments of calls in the messages are objects, or texts if they are no JSON object.
-        """
+        """Return messages and tools for the chat template; arguments are objects, or texts that are none."""
         if not self.is_native:
             return _with_tools(as_texts(messages), tools), ()
         if self.family is CallFamily.MISTRAL:

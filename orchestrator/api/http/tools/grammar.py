@@ -27,10 +27,8 @@ def call_grammar(
     """Return the grammar of at least one call, or of an answer.
 
     Args:
-        tools: For each tool that may be called its name, the schema of its arguments, and the name of the
-            field with the schema, for errors.
-        is_parallel: Whether there may be several calls. Llama's templates refuse messages of several, so that
-            they never have more than one.
+        tools: Name, schema of the arguments, and the schema's field, for errors, of each that may be called.
+        is_parallel: Whether there may be several calls; never with Llama, whose templates refuse several.
         answer: Right side of the rule of messages without calls; empty: there must be a call.
         is_thinking: Whether the prompt ends in a thinking part, which the message continues.
     """

@@ -327,7 +327,7 @@ class CallParser:
         self._emit(CallBegun(index, self._new_id(index), name))
 
     def _fail(self) -> bool:
-        """Make text of what was read."""
+        """Treat what was read as text."""
         self._emit(PlainText("".join(self._raw)))
         self._state, self._raw, self._num_again = _State.TEXT, [], 0
         return False

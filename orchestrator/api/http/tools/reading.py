@@ -31,7 +31,6 @@ class CallReader:
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there are calls, all closed and with valid JSON as arguments."""
         return self._parser.is_whole
 
     def read(self, chunk: Chunk) -> list[CallEvent]:

@@ -38,9 +38,7 @@ class TemplateParser:
     Args:
         template: The response template, see `ChatFormat`.
         tools: The tools in OpenAI's form: texts of arguments become values of the types in their schemas.
-        new_id: Returns the id of the call with this index.
         prompt: The rendered prompt, which may begin the message.
-        max_calls: Further calls are dropped; None: no bound.
     """
 
     def __init__(
@@ -68,11 +66,9 @@ class TemplateParser:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are calls, all of them whole."""
         return 0 < self.num_calls == self._num_whole
 
     def push(self, text: str) -> list[CallEvent]:
-        """Add the next piece of the completion; return what it completes."""
         found: list[CallEvent] = []
         for position, char in enumerate(text):
             if self._is_broken:
@@ -84,7 +80,6 @@ class TemplateParser:
         return _joined(found)
 
     def finish(self) -> list[CallEvent]:
-        """Return what is left at the end of the completion, see `CallParser.finish`."""
         if self._is_broken:
             return []
         is_in_call = self._in_call
@@ -180,7 +175,6 @@ def _begun(template: ResponseTemplate, prompt: str) -> str:
 
 
 def _call(value: Any, names: set[str]) -> tuple[str, str] | None:
-    """Return name and arguments of a call, None if it is none."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
         return None
