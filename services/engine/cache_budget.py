@@ -48,13 +48,13 @@ def available_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path
         meminfo: The kernel's report on memory.
     """
     fields = dict(line.split(":") for line in meminfo.read_text().splitlines() if ":" in line)
-    found = [int(fields["MemAvailable"].split()[0]) * 1024]
+    available = [int(fields["MemAvailable"].split()[0]) * 1024]
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            found.append(int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
+            available.append(int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
         except (OSError, ValueError):
             continue  # another version, or no limit ("max")
-    return max(0, min(found))
+    return max(0, min(available))

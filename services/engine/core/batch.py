@@ -22,6 +22,7 @@ class SequenceInput:
     """One session's share of a step.
 
     Attributes:
+        session_id: The session.
         start: Absolute position of `token_ids[0]`; cached entries from `start` on are dropped first.
         token_ids: Committed tokens that are not cached yet, then the proposal's nodes. At least one.
         num_logits: Logits are returned for the last `num_logits` tokens; 0 for pure prefill.
@@ -49,10 +50,12 @@ class Segment:
     Attributes:
         cache: The session's cache, with room for the new slots.
         row: First row in the pack.
+        count: How many rows there are.
         start: How many tokens of the chain are kept.
         parents: Parents of the last nodes, as in SequenceInput; None for a chain.
         positions: Absolute position of each row.
         num_kept: Nodes kept in the slots after the chain; the new slots follow them.
+        features: As in SequenceInput.
     """
 
     cache: SessionCache
@@ -146,14 +149,13 @@ class Runner(ABC):
         """Return the requested rows' logits [rows, vocab_size] in float32 and fill the new slots."""
 
     def chain(
-        self,
-        batch: Batch,
-        noise: Tensor | None,
-        scale: float,
-        stop: c_int32,
-        target_ids: Tensor | None = None,
+        self, batch: Batch, noise: Tensor | None, scale: float, stop: c_int32, target_ids: Tensor | None
     ) -> tuple[list[int], Tensor]:
-        """Feed a chain and the tokens that it leads to, see `Engine.chain`."""
+        """Feed a chain and the tokens that it leads to, see `Engine.chain`.
+
+        Args:
+            target_ids: int32 [logits of a row]: the token of each logit; None: all, in order.
+        """
         raise NotImplementedError
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -223,7 +225,6 @@ def node_path(segment: Segment, node: int) -> tuple[int, list[int]]:
 
 
 def _slot_positions(segment: Segment) -> Tensor:
-    """Position of the token in each slot."""
     positions = torch.arange(segment.slot + segment.count)
     chain_length = segment.slot - segment.num_kept
     for node in range(segment.num_kept):
@@ -288,18 +289,18 @@ def check_feed(feed: SequenceInput, cache: SessionCache | None, vocab_size: int,
         last = max(feed_positions(feed, cache.tree_parents if cache is not None else ()))
     if last >= max_context:
         raise ValueError(f"token_ids: reach position {last}, allowed: [0, {max_context})")
-    held = 0 if cache is None else len(cache.tokens)
-    if feed.start > held:
-        raise CacheGapError(feed.session_id, held)
+    num_cached = 0 if cache is None else len(cache.tokens)
+    if feed.start > num_cached:
+        raise CacheGapError(feed.session_id, num_cached)
 
 
 def _check_tree(feed: SequenceInput, cache: SessionCache | None) -> None:
     count, parents, num_kept = len(feed.token_ids), feed.parents or (), feed.num_kept
     if len(parents) > count:
         raise ValueError(f"parents: got {len(parents)} nodes, but only {count} tokens are fed")
-    held = 0 if cache is None else len(cache.tree_tokens)
-    if not 0 <= num_kept <= held:
-        raise ValueError(f"num_kept: got {num_kept}, allowed: [0, {held}]")
+    num_nodes = 0 if cache is None else len(cache.tree_tokens)
+    if not 0 <= num_kept <= num_nodes:
+        raise ValueError(f"num_kept: got {num_kept}, allowed: [0, {num_nodes}]")
     if num_kept and cache is not None and (len(parents) < count or feed.start != len(cache.tokens)):
         raise ValueError("num_kept: only nodes may be fed to a tree, after the whole chain")
     first = -(feed.start + count - len(parents))

@@ -86,8 +86,8 @@ def load_drafter(
     Raises:
         NotFoundError: There is no such model.
         UnsupportedModelError: Its configuration rules it out, or its weights are damaged or incomplete.
-        InvalidArgumentError: Unknown device or dtype, or the drafter needs
-            weights of the target, which is not known, has none in safetensors, or does not match.
+        InvalidArgumentError: Unknown device or dtype, or the drafter needs weights of the target, which is
+            not known, has none in safetensors, or does not match.
     """
     if early_exit_layers(name, field="model") is not None:
         return _early_exit(name, target, device, dtype)
@@ -154,7 +154,6 @@ def _is_special(folder: Path, config: PretrainedConfig) -> bool:
 def _assembled(
     name: str, folder: Path, config: PretrainedConfig, target: str, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, DraftFormat]:
-    """Return the module of a drafter, with the target's embedding where it shares that."""
     described = skeleton(config)
     if described is None:
         raise UnsupportedModelError(name, "transformers has no causal model of its configuration")
@@ -182,11 +181,8 @@ def _assembled(
     if mask is None:
         mask_token = _mask_token(name, config, vocab_size)
     else:
-        check_weights(
-            name,
-            {"pard_embedding": torch.empty(1, shape[1], device="meta")},
-            {"pard_embedding": mask},
-        )
+        mask_shape = torch.empty(1, shape[1], device="meta")
+        check_weights(name, {"pard_embedding": mask_shape}, {"pard_embedding": mask})
         embedding, mask_token = torch.cat([embedding.to(dtype), mask.to(dtype)]), vocab_size
     rows, output = embeddings(module)
     rows.weight, rows.num_embeddings = nn.Parameter(embedding.to(dtype)), len(embedding)
@@ -199,7 +195,6 @@ def _assembled(
 
 
 def _stored(name: str, folder: Path, module: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of a drafter by the names of its module."""
     names = stored_as(module, tensor_names(folder))
     if len(set(names.values())) < len(names):
         raise UnsupportedModelError(name, "its weights are stored in parts, which such drafters cannot be")

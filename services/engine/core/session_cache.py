@@ -75,7 +75,6 @@ class SessionCache:
         self.tree_tokens, self.tree_parents = [self.tree_tokens[node] for node in keep], parents
 
     def _move(self, slots: Sequence[int], base: int) -> None:
-        """Copy the contents of `slots` to the slots from `base` on."""
         if self.data.is_cpu:
             # NOTE: a draft waits for this; numpy takes a third of torch's time. Bytes: numpy has no bfloat16.
             data = self.data.view(torch.uint8).numpy()

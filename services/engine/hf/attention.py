@@ -19,12 +19,6 @@ from transformers import AttentionInterface
 
 from services.engine.core.batch import Batch, Segment
 
-
-def bias_of(allowed: Tensor) -> Tensor:
-    """Bias to add to scores: 0 where `allowed`, else -inf."""
-    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
-
-
 ATTENTION_NAME = "gammaray"
 
 # Keyword arguments that do not affect the attention itself.
@@ -40,6 +34,11 @@ class _Active(threading.local):
 
 
 active = _Active()
+
+
+def bias_of(allowed: Tensor) -> Tensor:
+    """Bias to add to scores: 0 where `allowed`, else -inf."""
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
 def unknown_arguments(arguments: dict[str, Any]) -> list[str]:

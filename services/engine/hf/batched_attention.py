@@ -153,7 +153,6 @@ class _Group:
             output[self._rows] = flat[self._kept]
 
     def store(self) -> None:
-        """Write the new keys and values of all layers to the caches."""
         num_layers, kv_heads, _, kv_dim = self._new.shape
         for index, segment in enumerate(self._segments):
             new = self._new[:, :, self._new_rows(index)]

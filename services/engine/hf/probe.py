@@ -44,8 +44,6 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of the attention function."""
-
     module: nn.Module
     kv_heads: int
     kv_dim: int
@@ -65,11 +63,7 @@ def handling(handler: LayerCall) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_model(loaded: LoadedModel) -> ModelLayout:
-    """Switch the model to the engine's attention and check that every layer calls it as expected.
-
-    Raises:
-        UnsupportedModelError: A layer does not, or passes unsupported arguments.
-    """
+    """Switch a model to the engine's attention; UnsupportedModelError if a layer does not call it."""
     calls: list[_Call] = []
 
     def record(module: nn.Module, given: LayerInput, arguments: dict[str, Any]) -> Tensor:

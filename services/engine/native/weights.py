@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass
 class NativeModel:
-    """A model, laid out for the kernel.
-
-    Attributes:
-        weights: The kernel's structure; points into `kept`.
-        max_context: Positions lie below it.
-        kept: Owners of the memory that `weights` points to.
-    """
+    """A model, laid out for the kernel: `kept` owns the memory that its structure `weights` points to."""
 
     kernel: ctypes.CDLL
     weights: ModelWeights
@@ -103,7 +97,10 @@ def build_native(
     )
     packer = Packer(library, model.kept, quantised or {})
     layers = (LayerWeights * len(windows))(
-        *(_layer(packer, layer, window) for layer, window in zip(parts, windows, strict=True))
+        *(
+            packer.layer(layer, head_norms(layer.self_attn), window)
+            for layer, window in zip(parts, windows, strict=True)
+        )
     )
     model.kept.append(layers)
     weights = model.weights
@@ -120,11 +117,7 @@ def build_native(
 
 
 def check_layout(name: str, model: NativeModel) -> None:
-    """Check the sizes that the kernel takes on trust against each other; call it before the first forward.
-
-    Raises:
-        InvalidModelError: The kernel would divide by zero or read past a matrix.
-    """
+    """Raise InvalidModelError if the kernel would divide by zero or read past a matrix."""
     made = model.weights
     sizes = {
         "hidden_size": made.hidden,
@@ -151,9 +144,8 @@ def check_layout(name: str, model: NativeModel) -> None:
     for part, matrix, outputs, inputs in matrices:
         got = [matrix.outputs, matrix.inputs]
         if got != [outputs, inputs]:
-            raise InvalidModelError(
-                name, weights_file(name), part, f"the shape {got}", f"{[outputs, inputs]}"
-            )
+            shape = f"the shape {got}"
+            raise InvalidModelError(name, weights_file(name), part, shape, f"{[outputs, inputs]}")
 
 
 def pack_panels(weight: Tensor, panel: int, lanes: int, tile_inputs: int = 0) -> Tensor:
@@ -215,9 +207,25 @@ class Packer:
         self.kept.append(matrix.values)
         return matrix.values.data_ptr(), self.vector(matrix.scales)
 
+    def layer(self, layer: Any, norms: tuple[Tensor, Tensor] | None, window: int | None) -> LayerWeights:
+        """Lay out a layer with Llama's names, and the norms of its query and key heads."""
+        attention, mlp = layer.self_attn, layer.mlp
+        query_norm, key_norm = norms or (None, None)
+        return LayerWeights(
+            self.maps(attention.q_proj, attention.k_proj, attention.v_proj),
+            self.maps(attention.o_proj),
+            self.maps(mlp.gate_proj, mlp.up_proj),
+            self.maps(mlp.down_proj),
+            self.vector(layer.input_layernorm.weight),
+            self.vector(layer.post_attention_layernorm.weight),
+            self.vector(query_norm),
+            self.vector(key_norm),
+            window or 0,
+        )
+
     def maps(self, *maps: nn.Linear) -> MatrixWeights:
         """Concatenate the outputs of several linear maps into one."""
-        return self.matrix([(one.weight, one.bias) for one in maps])
+        return self.matrix([(linear.weight, linear.bias) for linear in maps])
 
     def matrix(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> MatrixWeights:
         """Concatenate the outputs of several matrices into one."""
@@ -232,29 +240,11 @@ class Packer:
         self.kept.append(panels)
         bias = None
         if any(part is not None for _, part in parts):
-            bias = torch.cat(
-                [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
-            )
-        return MatrixWeights(
-            panels.data_ptr(), scale, self.vector(bias), _KINDS[panels.dtype], outputs, inputs
-        )
+            biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
+            bias = torch.cat(biases)
+        kind = _KINDS[panels.dtype]
+        return MatrixWeights(panels.data_ptr(), scale, self.vector(bias), kind, outputs, inputs)
 
 
 def _layers(loaded: LoadedModel) -> Sequence[LlamaDecoderLayer]:
     return cast("Sequence[LlamaDecoderLayer]", loaded.llama.layers)
-
-
-def _layer(packer: Packer, layer: LlamaDecoderLayer, window: int | None) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    query_norm, key_norm = head_norms(attention) or (None, None)
-    return LayerWeights(
-        packer.maps(attention.q_proj, attention.k_proj, attention.v_proj),
-        packer.maps(attention.o_proj),
-        packer.maps(mlp.gate_proj, mlp.up_proj),
-        packer.maps(mlp.down_proj),
-        packer.vector(layer.input_layernorm.weight),
-        packer.vector(layer.post_attention_layernorm.weight),
-        packer.vector(query_norm),
-        packer.vector(key_norm),
-        window or 0,
-    )

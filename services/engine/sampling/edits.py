@@ -117,7 +117,7 @@ class LogitEdits:
                 self._grammar.state.truncate(max(0, self._num_tokens - self._prompt_length))
 
     def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """Compute what the next `apply` for these paths needs, except for the logits; in any one thread.
+        """Compute the masks that the next `apply` for these paths needs, in any one thread.
 
         Raises:
             InvalidArgumentError: The grammar is too complex.
@@ -154,8 +154,6 @@ class LogitEdits:
 
 
 class _Grammar:
-    """Masks by a grammar, for one row after another."""
-
     def __init__(
         self, state: GrammarState, eos_token_ids: Sequence[int], vocab_size: int, device: torch.device | str
     ) -> None:
@@ -261,11 +259,8 @@ class _Bias:
 
 
 class _Penalties:
-    """Penalties, which tokens the prompt contains, and how often the output contains each.
-
-    One column per token that occurred, in order of the ids; if many did, one column per token of the
-    vocabulary, and `_token_ids` is None.
-    """
+    """Which tokens the prompt contains, and how often the output contains each: a column per token that
+    occurred, in order of the ids; if many did, per token of the vocabulary, and `_token_ids` is None."""
 
     def __init__(
         self, params: SamplingParams, prompt_length: int, vocab_size: int, device: torch.device | str
@@ -285,7 +280,6 @@ class _Penalties:
         self._factors = np.empty(0, np.float32)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Count tokens that follow those counted so far."""
         num_prompt = max(0, min(len(tokens), self._prompt_length - self._num_prompt))
         prompt, output = tokens[:num_prompt], tokens[num_prompt:]
         if prompt and self._params.repetition_penalty != 1:  # the other penalties count only the output

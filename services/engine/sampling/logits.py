@@ -113,10 +113,7 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _likeliest(logits: Tensor, most: Tensor, top_p: float) -> Tensor:
-    """Return the largest logits of each row in descending order, the first of which is `most`.
-
-    Usually they contain the nucleus. Shorter rows end with -inf, which has no mass.
-    """
+    """Return the largest logits of each row, `most` first, then -inf; usually they contain the nucleus."""
     if logits.device.type != "cpu":
         return logits.topk(min(_USUAL_NUCLEUS, logits.shape[-1]), dim=-1).values
     if logits.numel() <= _FEW_LOGITS:
@@ -151,10 +148,7 @@ def _mass(logits: Tensor, most: Tensor) -> Tensor:
 
 
 def _keep_down_to(logits: Tensor, last: Tensor, num_kept: Tensor) -> Tensor:
-    """Keep the largest logits, as many as `num_kept`, the last of which is `last`; both [rows, 1].
-
-    Of equal ones those of lowest id are kept.
-    """
+    """Keep the `num_kept` largest logits, down to `last`, both [rows, 1]; of equal ones the lowest ids."""
     # NaN is below nothing, so that it stays and is detected.
     is_dropped = logits < last
     if not is_dropped.is_cpu or is_dropped.count_nonzero() < (logits.shape[-1] - num_kept).sum():
