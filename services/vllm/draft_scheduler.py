@@ -37,20 +37,14 @@ class _Drafting(RequestWork[ProposeTask]):
     """A proposal that vLLM drafts.
 
     Args:
-        token_ids: Those so far; behind an end of sequence they only keep the duration constant.
+        depth: Tokens to draft.
+        token_ids: Those so far; after an end of sequence they only keep the duration constant.
         distributions: What each was drawn from; None where verification does not need it.
     """
 
     depth: int
     token_ids: list[int] = field(default_factory=list)
     distributions: list[SparseDistribution | None] = field(default_factory=list)
-
-    @property
-    def num_before_end(self) -> int:
-        """Tokens up to the first end of sequence, which is counted."""
-        eos = self.session.spec.eos_token_ids
-        ends = (at for at, token_id in enumerate(self.token_ids, 1) if token_id in eos)
-        return next(ends, len(self.token_ids))
 
     @property
     def is_complete(self) -> bool:
@@ -64,25 +58,17 @@ class _Drafting(RequestWork[ProposeTask]):
         is_ended = bool(self.token_ids) and self.token_ids[-1] in self.session.spec.eos_token_ids
         return is_ended and self.distributions[-1] is None
 
-    def take(self, drafted: Drafted) -> None:
-        """Append a token."""
+    def append(self, drafted: Drafted) -> None:
         self.token_ids.append(drafted.token_id)
         self.distributions.append(drafted.distribution)
 
-    def take_all(self, token_ids: Iterable[int]) -> None:
-        """Append tokens that were drafted ahead, as many as the proposal needs."""
-        for token_id in token_ids:
-            if self.is_complete:
-                return
-            self.take(Drafted(token_id))
-
     def proposal(self) -> Proposal:
-        """Return the chain up to its end of sequence."""
-        count = self.num_before_end
-        found = [one for one in self.distributions[:count] if one is not None]
-        return Proposal(
-            tuple(self.token_ids[:count]), None, tuple(found) if count and len(found) == count else None
-        )
+        """Return the chain up to its first end of sequence, which is a part of it."""
+        eos = self.session.spec.eos_token_ids
+        ends = (at for at, token_id in enumerate(self.token_ids, 1) if token_id in eos)
+        count = next(ends, len(self.token_ids))
+        drafts = tuple(draft for draft in self.distributions[:count] if draft is not None)
+        return Proposal(tuple(self.token_ids[:count]), None, drafts if len(drafts) == count > 0 else None)
 
 
 @dataclass(slots=True)
@@ -90,6 +76,8 @@ class _Ahead:
     """A request that drafts ahead.
 
     Args:
+        request_id: Its id in vLLM.
+        spec: The session's parameters.
         limit: Number of tokens, prompt included, at which it has drafted enough.
         is_paused: Whether it waits while blocks are served.
     """
@@ -158,7 +146,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         super().submit(tasks)
 
     def step(self) -> list[tuple[ProposeTask, Reply]]:
-        """Draft a token for all blocks, or ahead when there are none; return the answers that are ready."""
         self._drop_dead()
         self._admit()
         if self._running:
@@ -185,13 +172,13 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             return Proposal()
         drafting = _Drafting(task, session, going_on or "", depth)
         if going_on is None:
-            drafting.request_id = self.engine.open(
-                session.session_id, session.tokens, session.spec, salt_of(session)
-            )
-            block = DraftBlock(task.base_position, self._top_k, self._bits)
-            self.engine.post(drafting.request_id, block)
+            spec, salt = session.spec, salt_of(session)
+            drafting.request_id = self.engine.open(session.session_id, session.tokens, spec, salt)
+            self.engine.post(drafting.request_id, DraftBlock(task.base_position, self._top_k, self._bits))
         else:
-            drafting.take_all((self.engine.tokens(going_on) or ())[len(session.tokens) :])
+            for token_id in (self.engine.tokens(going_on) or ())[len(session.tokens) :]:
+                if not drafting.is_complete:
+                    drafting.append(Drafted(token_id))
             if drafting.is_complete:
                 return self._finish(drafting)
         self._by_request[drafting.request_id] = drafting
@@ -222,7 +209,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             if work is None:
                 continue
             if isinstance(outcome, Drafted):
-                work.take(outcome)
+                work.append(outcome)
                 if work.is_complete:
                     self._end_work(work, self._finish(work))
             else:
@@ -253,12 +240,10 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         if self._ahead:
             for session_id in list(self._ahead):
                 self._evict(session_id)
-            return
-        if is_preempted:
-            return
-        work = next(reversed(self._running.values()))
-        self.engine.close(work.request_id)
-        self._end_work(work, self._too_small())
+        elif not is_preempted:
+            work = next(reversed(self._running.values()))
+            self.engine.close(work.request_id)
+            self._end_work(work, self._too_small())
 
     def _begin_masks(self, posted: dict[str, DraftBlock]) -> Callable[[], Masks] | None:
         works = [self._by_request[request_id] for request_id in posted if request_id in self._by_request]
@@ -278,12 +263,12 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
 
     def _going_ahead(self) -> list[_Ahead]:
         """Return the requests that have not drafted enough, as many as may share a step."""
-        found: list[_Ahead] = []
+        going: list[_Ahead] = []
         for ahead in self._ahead.values():
             tokens = self.engine.tokens(ahead.request_id)
             if tokens is not None and self._may_go_ahead(ahead.spec, tokens, ahead.limit):
-                found.append(ahead)
-        return found[: self._ahead_rows]
+                going.append(ahead)
+        return going[: self._ahead_rows]
 
     def _draft_ahead(self) -> None:
         going = self._going_ahead()

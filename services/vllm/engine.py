@@ -1,4 +1,4 @@
-"""vLLM's `EngineCore` with one held request per session.
+"""vLLM's `EngineCore` with one request per session, which runs only while a block is posted for it.
 
 Nothing here knows epochs or deadlines: `services.vllm.scheduler` does. Not thread-safe, except for `check`
 and `stats`.
@@ -36,11 +36,11 @@ from services.vllm.messages import (
 MAX_REQUESTS = 256
 """Most sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
 
-MAX_SAID = 200
+MAX_MESSAGE = 200
 """Characters of vLLM's own message in an error."""
 
 _PREFIX = re.compile(r"\A\d{1,3} validation errors? for \w+ (?:Value error, )?")
-"""What pydantic puts before it."""
+"""What pydantic puts before a message."""
 
 _OF_MEMORY = ("auto-fit", "cache blocks", "free memory", "kv cache")
 """Words of its messages about too little memory."""
@@ -65,6 +65,7 @@ class EngineOptions:
     """How a model is served.
 
     Args:
+        model: Directory or hub name.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
         threads: CPU threads of the arithmetic, of each rank; on GPUs vLLM's own choice is kept.
@@ -161,11 +162,12 @@ class VllmEngine:
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
         self.kernel += ", batch-invariant" if options.is_batch_invariant else ""
         self.max_proposal = options.max_proposal
-        self._scheduler = self.core.scheduler  # of the class `services.vllm.held_scheduler.HeldScheduler`
+        self._scheduler = self.core.scheduler  # of the class `services.vllm.block_scheduler.BlockScheduler`
         self._has_drafter = bool(options.head)
         self.pool = self._scheduler.kv_cache_manager.block_pool
         self._block_size = int(config.cache_config.block_size)
-        self._block_bytes = _cache_bytes(self._scheduler) // max(1, self.pool.num_gpu_blocks)
+        num_bytes = sum(int(tensor.size) for tensor in self._scheduler.kv_cache_config.kv_cache_tensors)
+        self._block_bytes = num_bytes // max(1, self.pool.num_gpu_blocks)
         self._num_opened = 0
         self._adapters = self._load_adapters(options.adapters)
         self.num_evictions = 0
@@ -222,8 +224,9 @@ class VllmEngine:
         """
         self._num_opened += 1
         request_id = f"{name}#{self._num_opened}"
-        made = self._request(request_id, name, token_ids, spec, salt, num_prompt_logprobs, is_kept)
-        self.core.add_request(*made)
+        self.core.add_request(
+            *self._request(request_id, name, token_ids, spec, salt, num_prompt_logprobs, is_kept)
+        )
         return request_id
 
     def _request(
@@ -291,9 +294,9 @@ class VllmEngine:
         request, _ = self._request("", "", [*token_ids, 0], spec, salt)
         dropped = set[int]()
         # Requests that computed the same tokens at the same time have equal blocks; a look-up finds one.
-        while found := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
-            manager.evict_blocks(found)
-            dropped |= found
+        while blocks := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
+            manager.evict_blocks(blocks)
+            dropped |= blocks
 
     def load_head(self, directory: str) -> None:
         """Let another version of the head draft from here on; requests keep what was cached.
@@ -325,7 +328,7 @@ class VllmEngine:
             self.check()  # an executor that failed is the cause
             raise
         num_cached, scores = dict[str, int](), dict[str, Any]()
-        for output in (one for each in outputs.values() for one in each.outputs):
+        for output in chain.from_iterable(each.outputs for each in outputs.values()):
             if output.prefill_stats is not None:
                 num_cached[output.request_id] = int(output.prefill_stats.num_cached_tokens)
             if output.new_prompt_logprobs_tensors is not None:
@@ -419,16 +422,16 @@ def _configuration(options: EngineOptions) -> Any:
         "async_scheduling": False,  # the sampler's outcomes are needed before the next step
     }
     if options.is_draft:
-        arguments["scheduler_cls"] = "services.vllm.held_scheduler.DraftingScheduler"
+        arguments["scheduler_cls"] = "services.vllm.block_scheduler.DraftingScheduler"
         arguments["worker_cls"] = "services.vllm.worker.DraftingWorker"
         if device == "cpu":
             arguments["block_size"] = CPU_DRAFT_BLOCK
     else:
-        arguments["scheduler_cls"] = "services.vllm.held_scheduler.HeldScheduler"
+        arguments["scheduler_cls"] = "services.vllm.block_scheduler.BlockScheduler"
         arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
         arguments["speculative_config"] = {
             "method": "custom_class",
-            "model": "services.vllm.held_scheduler.NoProposer",
+            "model": "services.vllm.block_scheduler.NoProposer",
             "num_speculative_tokens": options.max_proposal,
         }
     if options.head:
@@ -440,7 +443,7 @@ def _configuration(options: EngineOptions) -> Any:
             "max_num_batched_tokens": max(options.max_batch_tokens, MAX_REQUESTS * rows),
             "max_num_scheduled_tokens": options.max_batch_tokens,
             "enable_lora": True,
-            # Of each held session the next block may come at any time: all have a place. vLLM's CPU kernels
+            # The next block of any session may come at any time: each adapter has a place. vLLM's CPU kernels
             # take the last place for a request without an adapter, which therefore stays empty.
             "max_loras": len(options.adapters) + (device == "cpu"),
             "max_lora_rank": max_rank(options.adapters),
@@ -461,33 +464,26 @@ def _device() -> str:
     """Return the device of the installed vLLM, which is built for one."""
     from vllm.platforms import current_platform
 
-    found = "cpu" if current_platform.is_cpu() else "cuda"
     if current_platform.device_type not in ("cpu", "cuda"):
         raise InvalidArgumentError("engine", "vllm", "a GPU, or vLLM's CPU build: vLLM found no device")
-    return found
+    return "cpu" if current_platform.is_cpu() else "cuda"
 
 
 def _start_error(options: EngineOptions, error: Exception) -> InvalidArgumentError:
     """Return the typed error for what vLLM raised at start, with the first sentence of its message."""
     text = " ".join(str(error).split())
     lowered = text.lower()
-    said = _PREFIX.sub("", re.split(r"(?<=[a-z)])[.;] | \[type=", text, maxsplit=1)[0])[:MAX_SAID]
+    message = _PREFIX.sub("", re.split(r"(?<=[a-z)])[.;] | \[type=", text, maxsplit=1)[0])[:MAX_MESSAGE]
     if "memory" in lowered and any(words in lowered for words in _OF_MEMORY):
         field = "cache_budget_mb" if options.cache_budget_bytes is not None else "cache_memory_share"
         got = options.memory_share if options.cache_budget_bytes is None else options.cache_budget_bytes >> 20
-        return InvalidArgumentError(
-            field, got, f"enough for one session: {said.replace('GPU memory', 'memory')}"
-        )
+        allowed = f"enough for one session: {message.replace('GPU memory', 'memory')}"
+        return InvalidArgumentError(field, got, allowed)
     if "tensor parallel size" in lowered:
-        return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {said}")
+        return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {message}")
     loads = f"that vLLM {SUPPORTED_VLLM} loads"
-    said = f"{type(error).__name__}: {said}"
+    message = f"{type(error).__name__}: {message}"
     if options.head:
-        allowed = f"a drafter {loads} with the model {options.model}: {said}"
+        allowed = f"a drafter {loads} with the model {options.model}: {message}"
         return InvalidArgumentError("head", options.head, allowed)
-    return InvalidArgumentError("model", options.model, f"a model {loads}: {said}")
-
-
-def _cache_bytes(scheduler: Any) -> int:
-    tensors = scheduler.kv_cache_config.kv_cache_tensors
-    return sum(int(tensor.size) for tensor in tensors)
+    return InvalidArgumentError("model", options.model, f"a model {loads}: {message}")

@@ -62,8 +62,8 @@ def _head(name: str, target: str) -> str:
         return name
     head = resolve_model(name, "draft", "head")
     check_drafter(head, target)
-    own, theirs = vocab_sha256(head), vocab_sha256(target)
-    if own and theirs and own != theirs:
+    digests = {vocab_sha256(head), vocab_sha256(target)} - {""}
+    if len(digests) == 2:
         raise InvalidArgumentError("head", name, f"a drafter with the vocabulary of {target}")
     return head
 

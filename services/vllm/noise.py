@@ -15,11 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gammaray.types import SamplingParams
 from services.engine.sampling.noise import INDEPENDENT, SHARED, Noise, philox4x32
 from services.scheduling.sessions import MIN_WITH_NOISE, NOISE_BYTES, NOISE_BYTES_PER_ID
 from services.scheduling.tasks import SessionSpec
 
 _WORD = 0xFFFFFFFF
+_Compute = Callable[[Sequence[tuple[int, int, int]], int], Tensor]
 
 
 class NoiseRows(NamedTuple):
@@ -66,7 +68,7 @@ class NoiseSource:
             if self._compute is None:
                 noise = Noise(params.seed, params.sample_index, self._vocab_size, device=self._device)
             else:
-                noise = _ComputedNoise(params.seed, params.sample_index, self._vocab_size, self._compute_rows)
+                noise = _ComputedNoise(params, self._vocab_size, self._compute_rows)
         self._noises[session_id] = noise
         if len(self._noises) > self._most:
             self._noises.popitem(last=False)
@@ -96,14 +98,9 @@ class NoiseSource:
 class _ComputedNoise(Noise):
     """A session's noise whose rows are computed whenever they are asked for."""
 
-    def __init__(
-        self,
-        seed: int,
-        sample_index: int,
-        vocab_size: int,
-        compute: Callable[[Sequence[tuple[int, int, int]], int], Tensor],
-    ) -> None:
-        super().__init__(seed, sample_index, vocab_size)
+    def __init__(self, params: SamplingParams, vocab_size: int, compute: _Compute) -> None:
+        assert params.seed is not None
+        super().__init__(params.seed, params.sample_index, vocab_size)
         self._compute = compute
 
     def gumbel(self, start: int, count: int) -> Tensor:
@@ -121,7 +118,7 @@ class _ComputedNoise(Noise):
 
 
 def _gumbel(words: Tensor, groups: Tensor, *, vocab_size: int) -> Tensor:
-    """Return -log E for rows whose key and counter are given, [rows, vocab_size] float64, as `Noise.gumbel`.
+    """Return -log E, [rows, vocab_size] float64, as `Noise.gumbel`.
 
     Args:
         words: [rows, 5] int64: low and high word of the seed, position, sample index, stream.

@@ -1,6 +1,6 @@
 """Serves the blocks of a target worker with vLLM.
 
-A session is one request of vLLM, held between its blocks. Where a request is missing or has other tokens, a
+A session is one request of vLLM, paused between its blocks. Where a request is missing or has other tokens, a
 new one reads the committed tokens, with what the prefix cache has of them. A request that is read anew for a
 block with a proposal takes a step more: vLLM verifies no draft tokens in the step that ends a prompt, so that
 the prompt is all but the last committed token, and that step gives the last one, which is known.
@@ -37,6 +37,7 @@ class _Request(NamedTuple):
     """The request of a session.
 
     Args:
+        request_id: Its id in vLLM.
         spec: The session's parameters, which the sampler got with the request.
         depth: Tokens that vLLM's drafter proposes after its step.
         drafts: What it proposed after the last one.
@@ -68,7 +69,6 @@ class _Verifying(RequestWork[VerifyTask]):
 
     @property
     def block(self) -> PostedBlock:
-        """What is posted for it."""
         task = self.task
         return PostedBlock(task.proposal, task.base_position, task.num_top_logprobs, self.depth)
 
@@ -102,7 +102,6 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             self.engine.recover()
 
     def close(self) -> None:
-        """End vLLM's engine, what trains, and the threads of the masks."""
         self._masks.close()
         self._head.close()
         self.engine.shutdown()
@@ -110,7 +109,9 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     def step(self) -> list[tuple[VerifyTask, Reply]]:
         self._drop_dead()
         self._admit()
-        self._post_masked()
+        for work in self._running.values():  # no step waited for its masks
+            if not work.request_id and not work.session.is_masking:
+                self._post(work)
         if self._by_request:
             self._make_room()
             self._head.take_turns(time.monotonic())
@@ -143,12 +144,6 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         if not session.is_masking:
             self._post(work)
         return work
-
-    def _post_masked(self) -> None:
-        """Post the blocks that no step waited for and whose masks are there."""
-        for work in self._running.values():
-            if not work.request_id and not work.session.is_masking:
-                self._post(work)
 
     def _post(self, work: _Verifying) -> None:
         """Let a block run, in the request of its session or in a new one."""
@@ -286,8 +281,8 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             self.engine.num_evictions += 1
             if work is None:
                 self.requests = {s: r for s, r in self.requests.items() if r.request_id != request_id}
-                continue
-            self._post(work)
+            else:
+                self._post(work)
 
     def _unblock(self) -> None:
         """Free memory after a step in which nothing fitted: idle sessions, else fail the newest block."""
@@ -295,10 +290,8 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         for session_id in idle:
             self._evict(session_id)
         posted = [work for work in self._running.values() if work.request_id]
-        if idle or not posted:
-            return
-        work = posted[-1]
-        self._finish(work, self._too_small(), None)
+        if posted and not idle:
+            self._finish(posted[-1], self._too_small(), None)
 
     def _begin_masks(self, posted: dict[str, PostedBlock]) -> Callable[[], Masks] | None:
         works = [self._by_request[name] for name, block in posted.items() if block.known_token_id is None]

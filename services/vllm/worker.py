@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from gammaray.program.parents import end_with_parent
+from services.vllm.block_scheduler import NoProposer
 from services.vllm.draft_sampler import DraftSampler
 from services.vllm.heads import CoupledDrafts, replace_weights
-from services.vllm.held_scheduler import NoProposer
 from services.vllm.messages import Masks
 from services.vllm.sampler import BlockSampler, gather_logprobs
 
@@ -78,7 +78,6 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         return scores
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run the forward of a step."""
         self.sampler.begin(getattr(scheduler_output, "posted", {}), getattr(scheduler_output, "ended", ()))
         # A step that failed between the forward and the sampling has left it.
         self.model_runner.execute_model_state = None
