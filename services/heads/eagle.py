@@ -104,8 +104,6 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    """Gated MLP of a layer."""
-
     def __init__(self, narrow: int, wide: int, *, bias: bool) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(narrow, wide, bias=bias)

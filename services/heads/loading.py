@@ -68,6 +68,4 @@ def load_head(name: str, target: str, like: EagleHead | None = None) -> tuple[Ea
 
 
 def _ours(key: str) -> str:
-    if key.startswith(OFFICIAL_LAYER):
-        return LAYER + key.removeprefix(OFFICIAL_LAYER)
-    return key
+    return LAYER + key.removeprefix(OFFICIAL_LAYER) if key.startswith(OFFICIAL_LAYER) else key

@@ -72,8 +72,8 @@ class Buffer:
     def take(self, start: int, states: Tensor) -> None:
         """Add states; they replace those of the same positions and all later ones."""
         if start != self.end:
-            first, kept = self.start, torch.cat(self.parts) if self.parts else states[:0]
-            self.parts = [kept[: start - first]] if first < start <= self.end else []
+            first, buffered = self.start, torch.cat(self.parts) if self.parts else states[:0]
+            self.parts = [buffered[: start - first]] if first < start <= self.end else []
         self.parts.append(states[-MAX_POSITIONS:].to("cpu", torch.bfloat16, copy=True))
         self.end = start + len(states)
         while self.end - self.start - len(self.parts[0]) >= MAX_POSITIONS:

@@ -104,11 +104,7 @@ class LoadedDrafters(Generic[T]):
     """
 
     def __init__(
-        self,
-        base: T,
-        load: Callable[[str], T],
-        folder: LearningFolder,
-        command: Sequence[str] | None = None,
+        self, base: T, load: Callable[[str], T], folder: LearningFolder, command: Sequence[str] | None = None
     ) -> None:
         folder.secure()
         self._base, self._load, self._folder = base, load, folder
@@ -203,7 +199,6 @@ class LoadedDrafters(Generic[T]):
             self._failures.pop(part, None)
 
     def _watch(self) -> None:
-        """Follow the folder: load versions, and decide on candidates."""
         for look in itertools.count():
             with self._reported("the folder"):
                 self._look(look)
@@ -239,32 +234,30 @@ class LoadedDrafters(Generic[T]):
             self._recorder.trim(store.path / "records", tenants)
 
     def _follow(self, store: DrafterFolder) -> None:
-        found = store.read()
-        arms = self._arms.get(store.path.name)
-        if arms is not None and found.candidate is not None and found.candidate == arms.candidate:
+        name, state = store.path.name, store.read()
+        arms = self._arms.get(name)
+        if arms is not None and state.candidate is not None and state.candidate == arms.candidate:
             decision, evidence = arms.canary.decide(), str(arms.canary)
             if decision is Decision.PROMOTE:
-                store.promote(found.candidate)
+                store.promote(state.candidate)
             elif decision is Decision.ROLL_BACK:
-                store.roll_back(found.candidate, evidence)
+                store.roll_back(state.candidate, evidence)
             if decision is not Decision.WAIT:
-                name, number = store.path.name, found.candidate
-                _log.info("version %d of %s: %s; %s", number, name, decision.value, evidence)
-            found = store.read()
-        if arms is not None and (arms.stable, arms.candidate) == (found.stable, found.candidate):
+                _log.info("version %d of %s: %s; %s", state.candidate, name, decision.value, evidence)
+            state = store.read()
+        if arms is not None and (arms.stable, arms.candidate) == (state.stable, state.candidate):
             return
         loaded = {0: self._base} if arms is None else {0: self._base, **arms.versions}
-        numbers = [number for number in (found.stable, found.candidate) if number is not None]
+        numbers = [number for number in (state.stable, state.candidate) if number is not None]
         for number in numbers:
-            if number in loaded:
-                continue
-            try:
-                loaded[number] = self._load(str(store.directory(number)))
-            except Exception as error:
-                self.reject(store.path.name, number, error)
-                return  # the next look finds it rolled back
+            if number not in loaded:
+                try:
+                    loaded[number] = self._load(str(store.directory(number)))
+                except Exception as error:
+                    self.reject(name, number, error)
+                    return  # the next look finds it rolled back
         versions = {number: loaded[number] for number in numbers}
-        self._arms = {**self._arms, store.path.name: _LoadedVersions(found.stable, found.candidate, versions)}
+        self._arms = {**self._arms, name: _LoadedVersions(state.stable, state.candidate, versions)}
 
 
 def is_own(drafter: str) -> bool:
@@ -292,5 +285,4 @@ def _described(directory: str) -> tuple[Any, Any]:
 
 def _tenant_of(session_id: str) -> str:
     """Return the tenant of a qualified session id, empty without API keys."""
-    tenant, separator, _ = session_id.partition(":")
-    return tenant if separator else ""
+    return session_id.partition(":")[0] if ":" in session_id else ""

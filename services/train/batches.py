@@ -60,12 +60,12 @@ def build_batch(
     width = max(len(one.token_ids) - start for one, start in zip(sequences, starts, strict=True))
     token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
     size = (0, 0) if states is None else states[0].shape[1:]
-    given = torch.zeros(len(sequences), width, *size, dtype=torch.bfloat16)
+    padded = torch.zeros(len(sequences), width, *size, dtype=torch.bfloat16)
     for number, (one, start) in enumerate(zip(sequences, starts, strict=True)):
         length = len(one.token_ids) - start
         token_ids[number, :length] = torch.from_numpy(one.token_ids[start:].astype("int64"))
         if states is not None:
-            given[number, :length] = states[number][start:]
+            padded[number, :length] = states[number][start:]
     place, labels, ids, logs = [], [], [], []
     for depth in range(1, num_depths + 1):
         for number, one in enumerate(sequences):
@@ -73,9 +73,8 @@ def build_batch(
             first = starts[number] + depth + (states is not None)  # a head needs the state before the anchor
             label = torch.arange(min(end, max(one.num_prompt, first)), end)
             anchor = label - depth
-            place.append(
-                torch.stack((torch.full_like(anchor, number), anchor, torch.full_like(anchor, depth)), 1)
-            )
+            numbers, depths = torch.full_like(anchor, number), torch.full_like(anchor, depth)
+            place.append(torch.stack((numbers, anchor, depths), 1))
             answer = label.numpy() - one.num_prompt
             labels.append(torch.from_numpy(one.token_ids[label.numpy()].astype("int64")))
             ids.append(torch.from_numpy(one.top_ids[answer].astype("int64")))
@@ -87,7 +86,7 @@ def build_batch(
         labels=torch.cat(labels),
         top_ids=torch.cat(ids),
         top_logs=torch.cat(logs),
-        states=given,
+        states=padded,
     )
 
 

@@ -146,15 +146,15 @@ class _Run:
         task = self.task
         torch.set_num_threads(task.threads)  # the engine that wrote the answers may have left torch one
         sequences = [
-            s for s in self.store.sequences() if s.num_prompt + 8 <= min(_MAX_LENGTH, len(s.token_ids))
+            _clipped(s)
+            for s in self.store.sequences()
+            if s.num_prompt + 8 <= min(_MAX_LENGTH, len(s.token_ids))
         ]
-        sequences = [_clipped(s) for s in sequences]
         held = sequences[::_HELD_EVERY][:_HELD_MOST]
         taught = [s for i, s in enumerate(sequences) if i % _HELD_EVERY or i >= _HELD_EVERY * _HELD_MOST]
         if not taught:
-            raise FailedPreconditionError(
-                f"{len(sequences)} answers are too few: allow more minutes or tokens"
-            )
+            few = f"{len(sequences)} answers are too few"
+            raise FailedPreconditionError(f"{few}: allow more minutes or tokens")
         drafter = self._drafter(taught)
         peak = task.learning_rate or (_HEAD_RATE if self.is_head else _RATE)
         optimizer = optimizer_of(drafter, peak)
@@ -195,35 +195,30 @@ class _Run:
         module = self.target.module
         drafter: Trainable
         if self.is_head:
-            drafter = TrainableHead(module, self.layers, rows, self._state_store().of)
+            reader = load_model(self.path, device=task.device, dtype="bfloat16").module
+            states = StateStore(self.work / "states", reader, self.layers)
+            drafter = TrainableHead(module, self.layers, rows, states.of)
         else:
             drafter = TrainableDraft(module, self.layers, rows)
         if task.init and not state.exists():
             drafter.start_from(task.init, self.path)
         return drafter.to(task.device)
 
-    def _state_store(self) -> StateStore:
-        module = load_model(self.path, device=self.task.device, dtype="bfloat16").module
-        return StateStore(self.work / "states", module, self.layers)
-
     def _measure(self, drafter: Trainable, held: list[Sequence], made: _Progress, is_first: bool) -> None:
-        found = evaluate(drafter, held)
+        card = evaluate(drafter, held)
         cost = drafter.num_weights / sum(p.numel() for p in self.target.module.parameters())
-        found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + DEPTH * cost), 3)
-        found |= {
-            "steps": made.step,
-            "seconds": round(self.elapsed()),
-            "answer_tokens": self.store.num_answer_tokens,
-        }
+        card["predicted_speedup"] = round(card["tokens_per_cycle"] / (1 + DEPTH * cost), 3)
+        card |= {"steps": made.step, "seconds": round(self.elapsed())}
+        card["answer_tokens"] = self.store.num_answer_tokens
         loss = made.loss / (made.step % self.task.steps_per_report or self.task.steps_per_report)
-        shown = " ".join(f"{key} {value}" for key, value in found.items() if key not in ("gamma", "seconds"))
+        shown = " ".join(f"{key} {value}" for key, value in card.items() if key not in ("gamma", "seconds"))
         self.report(f"{self.elapsed():.0f} s: " + ("" if is_first else f"loss {loss:.3f} ") + shown)
-        score = found["tokens_per_cycle"] + sum(found["coupled"])
+        score = card["tokens_per_cycle"] + sum(card["coupled"])
         if score <= made.best:
             made.worse += 1
             return
         made.best, made.worse = score, 0
-        size = drafter.save(Path(self.task.out), self.identity, Path(self.path).name, found)
+        size = drafter.save(Path(self.task.out), self.identity, Path(self.path).name, card)
         self.report(f"saved {self.task.out}, {size / 1e6:.1f} MB")
 
     @property

@@ -101,9 +101,8 @@ class Turns:
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            render = self._tokenizer.apply_chat_template
+            text: str = render(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # jinja's errors, and whatever a template raises
             raise FailedPreconditionError(f"the target's chat template fails: {error}") from error
         return text

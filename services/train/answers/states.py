@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,15 @@ class StateStore:
         token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
         for row, one in zip(token_ids, sequences, strict=True):
             row[: len(one.token_ids)] = torch.from_numpy(one.token_ids.astype("int64"))
-        found: dict[int, Tensor] = {}
+        states_of: dict[int, Tensor] = {}
+
+        def record(
+            tap: int, _module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]
+        ) -> None:
+            states_of[tap] = positional[0] if positional else named["hidden_states"]
+
         hooks = [
-            module.register_forward_pre_hook(recorder(found, tap), with_kwargs=True)
+            module.register_forward_pre_hook(partial(record, tap), with_kwargs=True)
             for tap, module in self._tapped
         ]
         try:
@@ -62,17 +68,8 @@ class StateStore:
         finally:
             for hook in hooks:
                 hook.remove()
-        states = torch.stack([found[tap] for tap, _ in self._tapped], dim=2).to("cpu", torch.bfloat16)
+        states = torch.stack([states_of[tap] for tap, _ in self._tapped], dim=2).to("cpu", torch.bfloat16)
         with disk(self._folder):
             for one, rows in zip(sequences, states, strict=True):
                 with replacing(self._path(one)) as path, path.open("wb") as file:
                     np.save(file, rows[: len(one.token_ids)].view(torch.int16).numpy())
-
-
-def recorder(found: dict[int, Tensor], tap: int) -> Callable[..., None]:
-    """Return a hook that records what enters a module as the state of `tap`."""
-
-    def record(_module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        found[tap] = given[0] if given else named["hidden_states"]
-
-    return record

@@ -36,6 +36,7 @@ class Sequence:
         temperature: At which the answer was drawn; 0 is greedy.
         top_ids: Per answer token, the most likely ids at its place [answer tokens, top_k].
         top_logs: Their log-probabilities at temperature 1, float16 [answer tokens, top_k].
+        number: Of its job.
     """
 
     token_ids: _Array
@@ -113,14 +114,12 @@ def check_meta(path: Path, meta: dict[str, str]) -> None:
     if not path.exists():
         write_json(path, meta)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        stored = None
+    if not isinstance(stored, dict):
         raise FailedPreconditionError(f"{path} is damaged: delete {path.parent} to begin again")
     for key, value in meta.items():
-        if found.get(key) != value:
-            raise FailedPreconditionError(
-                f"{path} says {key} {found.get(key)!r}, not {value!r}: use another --work, or delete "
-                f"{path.parent}"
-            )
+        if stored.get(key) != value:
+            said = f"{path} says {key} {stored.get(key)!r}, not {value!r}"
+            raise FailedPreconditionError(f"{said}: use another --work, or delete {path.parent}")

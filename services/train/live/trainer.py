@@ -68,12 +68,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Training:
-    """A drafter between rounds.
-
-    Attributes:
-        parent: The version that it began with.
-        tenants: Whose streams it was trained on, with those of its parent, and the numbers of their consents.
-    """
+    """A drafter between rounds, its parent version, and the consents of the tenants that both learnt from."""
 
     parent: int
     drafter: Trainable
@@ -134,19 +129,19 @@ class Trainer:
 
     def _wait_of(self, store: DrafterFolder, consents: Consents) -> tuple[str, int, list[Path]]:
         """Return what a drafter waits for, how many new tokens it may be trained on, and its streams."""
-        name, found, tenants = store.path.name, store.read(), consents.drafters().get(store.path.name, ())
+        name, state, tenants = store.path.name, store.read(), consents.drafters().get(store.path.name, ())
         streams = sorted(
-            (one.name, one.path)
-            for one in stored_streams(store.path / "records")
-            if one.name and one.name.tenant in tenants and one.path.suffix == ".npz"
+            (stream.name, stream.path)
+            for stream in stored_streams(store.path / "records")
+            if stream.name and stream.name.tenant in tenants and stream.path.suffix == ".npz"
         )
         files = [path for _, path in streams]
-        if found.candidate is not None:
-            return f"version {found.candidate} is compared with version {found.stable}", 0, files
-        if found.is_pinned:
-            return f"version {found.stable} is pinned", 0, files
+        if state.candidate is not None:
+            return f"version {state.candidate} is compared with version {state.stable}", 0, files
+        if state.is_pinned:
+            return f"version {state.stable} is pinned", 0, files
         seen = self._seen.get(name, set())
-        new = sum(one.num_answer for one, path in streams if path.name not in seen)
+        new = sum(record.num_answer for record, path in streams if path.name not in seen)
         if new >= MIN_TOKENS and len(files) <= MIN_HELD:
             return f"{len(files)} streams are too few", 0, files
         return f"{new} of {MIN_TOKENS} new tokens", new, files
@@ -265,11 +260,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Record(Sequence):
-    """A stream, of which a head's states stay in its file: those of all streams would take 256 MiB.
-
-    Attributes:
-        path: Its file.
-    """
+    """A stream; a head's states stay in its file `path`, as those of all streams would take 256 MiB."""
 
     path: Path = field(kw_only=True)
 
