@@ -54,15 +54,10 @@ T = TypeVar("T")
 
 @dataclass
 class Buffer:
-    """The states of a session's newest positions, without gaps.
+    """The states of a session's newest positions, without gaps."""
 
-    Attributes:
-        end: Position after the last one.
-        parts: States [positions, taps, hidden_size], in order.
-    """
-
-    end: int = 0
-    parts: list[Tensor] = field(default_factory=list)
+    end: int = 0  # position after the last one
+    parts: list[Tensor] = field(default_factory=list)  # states [positions, taps, hidden_size], in order
 
     @property
     def start(self) -> int:

@@ -8,21 +8,13 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class LoadCounters:
-    """Sums since the start of the worker.
+    """Sums since the start of the worker."""
 
-    Attributes:
-        block_s: Seconds from arrival to answer, over all blocks answered.
-        busy_s: Seconds spent in steps that served blocks.
-        lookups: Requested proposals that draft-ahead may have prepared; 0 for a target worker.
-        hits: Those that it had prepared.
-        cache_use: Share of the KV cache budget in use; not a sum but the current value.
-    """
-
-    block_s: float = 0.0
-    busy_s: float = 0.0
-    lookups: int = 0
-    hits: int = 0
-    cache_use: float = 0.0
+    block_s: float = 0.0  # seconds from arrival to answer, over all blocks answered
+    busy_s: float = 0.0  # seconds spent in steps that served blocks
+    lookups: int = 0  # requested proposals that draft-ahead may have prepared; 0 for a target worker
+    hits: int = 0  # those that it had prepared
+    cache_use: float = 0.0  # share of the KV cache budget in use; not a sum but the current value
 
 
 @dataclass(frozen=True)

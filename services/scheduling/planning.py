@@ -53,21 +53,13 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Running(Work[TaskT]):
-    """A block being worked on.
+    """A block being worked on."""
 
-    Args:
-        tail: Tokens after the committed ones: the proposal's nodes, or the tokens drafted so far.
-        num_logits: How many of the last tokens need logits, all in one forward.
-        parents: Parents of the tail's nodes; None for a chain.
-        is_scored: Whether every forward returns the logits of all tokens it is fed.
-        fed_from: Position of the first token of its last feed.
-    """
-
-    tail: list[int]
-    num_logits: int
-    parents: Sequence[int] | None = None
-    is_scored: bool = False
-    fed_from: int = 0
+    tail: list[int]  # tokens after the committed ones: the proposal's nodes, or the tokens drafted so far
+    num_logits: int  # how many of the last tokens need logits, all in one forward
+    parents: Sequence[int] | None = None  # parents of the tail's nodes; None for a chain
+    is_scored: bool = False  # whether every forward returns the logits of all tokens it is fed
+    fed_from: int = 0  # position of the first token of its last feed
 
     @property
     def is_ready(self) -> bool:

@@ -164,17 +164,11 @@ class VerifyTask(Task):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ProposeTask(Task):
-    """A proposal to draft.
+    """A proposal to draft."""
 
-    Args:
-        shape: Bounds of the proposal; its depth is 1 or more.
-        wants_ahead: Whether proposals prepared to follow this one are sent when they are complete.
-        is_notice: Whether the caller has the proposal already and does not wait for an answer.
-    """
-
-    shape: Shape
-    wants_ahead: bool = False
-    is_notice: bool = False
+    shape: Shape  # bounds of the proposal; its depth is 1 or more
+    wants_ahead: bool = False  # whether proposals prepared to follow this one are sent when they are complete
+    is_notice: bool = False  # whether the caller has the proposal already and does not wait for an answer
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         # A base position beyond the draft's context is no error: the proposal is then empty.

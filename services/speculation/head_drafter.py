@@ -26,21 +26,13 @@ MAX_FEATURES = 4096
 
 @dataclass(slots=True)
 class _HeldFeatures:
-    """The features of one session that the head has not read.
+    """The features of one session that the head has not read."""
 
-    Attributes:
-        start: Position of the first one.
-        rows: [positions, width].
-        fed: How many of the session's tokens the head was fed with features.
-        lowest: The first position at which tokens may have changed since.
-        is_opened: Whether the tree was begun with the last of these features.
-    """
-
-    start: int
-    rows: Tensor
-    fed: int = 0
-    lowest: int = 0
-    is_opened: bool = False
+    start: int  # position of the first one
+    rows: Tensor  # [positions, width]
+    fed: int = 0  # how many of the session's tokens the head was fed with features
+    lowest: int = 0  # the first position at which tokens may have changed since
+    is_opened: bool = False  # whether the tree was begun with the last of these features
 
     def truncate(self, end: int) -> None:
         """Drop the features of the positions from `end` on."""

@@ -73,19 +73,12 @@ class _Drafting(RequestWork[ProposeTask]):
 
 @dataclass(slots=True)
 class _Ahead:
-    """A request that drafts ahead.
+    """A request that drafts ahead."""
 
-    Args:
-        request_id: Its id in vLLM.
-        spec: The session's parameters.
-        limit: Number of tokens, prompt included, at which it has drafted enough.
-        is_paused: Whether it waits while blocks are served.
-    """
-
-    request_id: str
-    spec: SessionSpec
-    limit: int
-    is_paused: bool = False
+    request_id: str  # its id in vLLM
+    spec: SessionSpec  # the session's parameters
+    limit: int  # number of tokens, prompt included, at which it has drafted enough
+    is_paused: bool = False  # whether it waits while blocks are served
 
 
 class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):

@@ -53,17 +53,11 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """What a draft model draws the tokens of a proposal by.
+    """What a draft model draws the tokens of a proposal by."""
 
-    Args:
-        base_position: Number of committed tokens, which keys the draft's own draws.
-        top_k: Rejection, block: largest support of a shipped distribution.
-        weight_bits: Its weights' sum is 2^weight_bits.
-    """
-
-    base_position: int
-    top_k: int
-    weight_bits: int
+    base_position: int  # number of committed tokens, which keys the draft's own draws
+    top_k: int  # rejection, block: largest support of a shipped distribution
+    weight_bits: int  # its weights' sum is 2^weight_bits
 
 
 @dataclass(frozen=True, slots=True)

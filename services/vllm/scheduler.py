@@ -34,21 +34,13 @@ from services.vllm.request_queue import RequestQueue, RequestWork, salt_of
 
 
 class _Request(NamedTuple):
-    """The request of a session.
+    """The request of a session."""
 
-    Args:
-        request_id: Its id in vLLM.
-        spec: The session's parameters, which the sampler got with the request.
-        depth: Tokens that vLLM's drafter proposes after its step.
-        drafts: What it proposed after the last one.
-        version: Number of the head's version that did.
-    """
-
-    request_id: str
-    spec: SessionSpec
-    depth: int = 0
-    drafts: Sequence[int] = ()
-    version: int = 0
+    request_id: str  # its id in vLLM
+    spec: SessionSpec  # the session's parameters, which the sampler got with the request
+    depth: int = 0  # tokens that vLLM's drafter proposes after its step
+    drafts: Sequence[int] = ()  # what it proposed after the last one
+    version: int = 0  # number of the head's version that did
 
 
 @dataclass(slots=True, eq=False)

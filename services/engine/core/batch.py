@@ -45,27 +45,16 @@ class SequenceInput:
 
 @dataclass(slots=True)
 class Segment:
-    """A feed, laid out for the forward.
+    """A feed, laid out for the forward."""
 
-    Attributes:
-        cache: The session's cache, with room for the new slots.
-        row: First row in the pack.
-        count: How many rows there are.
-        start: How many tokens of the chain are kept.
-        parents: Parents of the last nodes, as in SequenceInput; None for a chain.
-        positions: Absolute position of each row.
-        num_kept: Nodes kept in the slots after the chain; the new slots follow them.
-        features: As in SequenceInput.
-    """
-
-    cache: SessionCache
-    row: int
-    count: int
-    start: int
-    parents: Sequence[int] | None
-    positions: Sequence[int]
-    num_kept: int = 0
-    features: Tensor | None = None
+    cache: SessionCache  # the session's cache, with room for the new slots
+    row: int  # first row in the pack
+    count: int  # how many rows there are
+    start: int  # how many tokens of the chain are kept
+    parents: Sequence[int] | None  # parents of the last nodes, as in SequenceInput; None for a chain
+    positions: Sequence[int]  # absolute position of each row
+    num_kept: int = 0  # nodes kept in the slots after the chain; the new slots follow them
+    features: Tensor | None = None  # as in SequenceInput
 
     @property
     def slot(self) -> int:
@@ -75,15 +64,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Hidden states that a forward records, see `Engine.tap`.
+    """Hidden states that a forward records, see `Engine.tap`."""
 
-    Attributes:
-        layers: Ids of the layers; the model's depth for what enters its final norm.
-        states: [rows, len(layers), hidden_size], where the runner writes them.
-    """
-
-    layers: tuple[int, ...]
-    states: Tensor
+    layers: tuple[int, ...]  # ids of the layers; the model's depth for what enters its final norm
+    states: Tensor  # [rows, len(layers), hidden_size], where the runner writes them
 
 
 @dataclass(slots=True)

@@ -44,21 +44,13 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters of a store.
+    """Counters of a store."""
 
-    Attributes:
-        num_sessions: Sessions with a cache.
-        cache_bytes: Bytes allocated for them.
-        cache_budget_bytes: Upper bound of these and `retained_bytes` together.
-        num_evictions: Sessions evicted since the start.
-        retained_bytes: Bytes retained of ended sessions, which are freed when sessions need them.
-    """
-
-    num_sessions: int
-    cache_bytes: int
-    cache_budget_bytes: int
-    num_evictions: int
-    retained_bytes: int
+    num_sessions: int  # sessions with a cache
+    cache_bytes: int  # bytes allocated for them
+    cache_budget_bytes: int  # upper bound of these and `retained_bytes` together
+    num_evictions: int  # sessions evicted since the start
+    retained_bytes: int  # bytes retained of ended sessions, which are freed when sessions need them
 
 
 class CacheStore:

@@ -16,15 +16,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A matrix in integers.
+    """A matrix in integers."""
 
-    Attributes:
-        values: int8 [outputs, inputs].
-        scales: float32 [outputs, 1].
-    """
-
-    values: Tensor
-    scales: Tensor
+    values: Tensor  # int8 [outputs, inputs]
+    scales: Tensor  # float32 [outputs, 1]
 
     def dequantised(self) -> Tensor:
         """Return the weights that it stands for: float32 [outputs, inputs]."""

@@ -79,25 +79,15 @@ AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 
 @dataclass(frozen=True)
 class LayerInput:
-    """Arguments of one layer's attention call.
+    """Arguments of one layer's attention call."""
 
-    Attributes:
-        query: [1, num_heads, rows, key_dim].
-        key: [1, num_kv_heads, rows, key_dim].
-        value: [1, num_kv_heads, rows, value_dim].
-        scaling: Factor on the scores; None for key_dim ** -0.5.
-        window: Number of positions a row sees, including itself; None for all.
-        softcap: Scores become softcap * tanh(score / softcap).
-        sinks: [num_heads], a score per head that takes probability but has no value.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scaling: float | None
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
+    query: Tensor  # [1, num_heads, rows, key_dim]
+    key: Tensor  # [1, num_kv_heads, rows, key_dim]
+    value: Tensor  # [1, num_kv_heads, rows, value_dim]
+    scaling: float | None  # factor on the scores; None for key_dim ** -0.5
+    window: int | None  # number of positions a row sees, including itself; None for all
+    softcap: float | None  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None  # [num_heads], a score per head that takes probability but has no value
 
     @property
     def scale(self) -> float:

@@ -23,23 +23,14 @@ from services.engine.hf.attention import (
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Shapes found by the probe.
+    """Shapes found by the probe."""
 
-    Attributes:
-        num_layers: Number of layers, all with attention.
-        vocab_size: Size of the logits; token ids lie below it.
-        kv_heads: Largest number of key heads of a layer.
-        kv_dim: Length of a key and its value together, the maximum over layers.
-        windows: Sliding window of each layer, None for full attention.
-        layer_of: Index of each attention module's layer, by id of the module.
-    """
-
-    num_layers: int
-    vocab_size: int
-    kv_heads: int
-    kv_dim: int
-    windows: tuple[int | None, ...]
-    layer_of: dict[int, int]
+    num_layers: int  # number of layers, all with attention
+    vocab_size: int  # size of the logits; token ids lie below it
+    kv_heads: int  # largest number of key heads of a layer
+    kv_dim: int  # length of a key and its value together, the maximum over layers
+    windows: tuple[int | None, ...]  # sliding window of each layer, None for full attention
+    layer_of: dict[int, int]  # index of each attention module's layer, by id of the module
 
 
 @dataclass(frozen=True)

@@ -45,17 +45,11 @@ _threads = 1
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of this process.
+    """The kernel of this process."""
 
-    Attributes:
-        library: Its functions; None without a kernel.
-        variant: The instruction set that it was compiled for; empty without a kernel.
-        reason: Why there is no kernel; empty otherwise.
-    """
-
-    library: ctypes.CDLL | None
-    variant: str = ""
-    reason: str = ""
+    library: ctypes.CDLL | None  # its functions; None without a kernel
+    variant: str = ""  # the instruction set that it was compiled for; empty without a kernel
+    reason: str = ""  # why there is no kernel; empty otherwise
 
 
 def load_kernel() -> Kernel:
