@@ -68,24 +68,15 @@ class _LoadedVersions(Generic[T]):
 
 @dataclass
 class LearningSession(Generic[T]):
-    """A session that drafts here.
+    """A session that drafts here."""
 
-    Attributes:
-        name: Its tenant's drafter; None: the drafter of the start.
-        number: Number of the version that drafts for it.
-        consent: Number of its tenant's consent when it began; None without one.
-        is_kept: Whether its stream is recorded when it ends.
-        buffer: The target's states that its head reads.
-        tested: Length of the tokens before the last proposal, and its first token; None without one.
-    """
-
-    name: str | None
-    number: int
+    name: str | None  # its tenant's drafter; None: the drafter of the start
+    number: int  # of the version that drafts for it
     version: T
-    consent: int | None
-    is_kept: bool
-    buffer: Buffer = field(default_factory=Buffer)
-    tested: tuple[int, int] | None = None
+    consent: int | None  # number of its tenant's consent when it began; None without one
+    is_kept: bool  # whether its stream is recorded when it ends
+    buffer: Buffer = field(default_factory=Buffer)  # the target's states that its head reads
+    tested: tuple[int, int] | None = None  # number of tokens before the last proposal, and its first token
 
 
 class LoadedDrafters(Generic[T]):

@@ -29,21 +29,13 @@ TaskT = TypeVar("TaskT", bound=Task)
 
 @dataclass(slots=True, eq=False)
 class Work(Generic[TaskT]):
-    """A block being worked on.
-
-    Args:
-        task: The block.
-        session: Its session, with the committed tokens.
-        timing: What it has cost so far.
-        is_started: Whether a forward has included it.
-        has_masks: Whether the masks of its grammar were begun, see `services.scheduling.masks`.
-    """
+    """A block being worked on."""
 
     task: TaskT
-    session: SessionCopy
-    timing: Timing = field(default_factory=Timing, kw_only=True)
-    is_started: bool = field(default=False, kw_only=True)
-    has_masks: bool = field(default=False, kw_only=True)
+    session: SessionCopy  # its session, with the committed tokens
+    timing: Timing = field(default_factory=Timing, kw_only=True)  # what it has cost so far
+    is_started: bool = field(default=False, kw_only=True)  # whether a forward has included it
+    has_masks: bool = field(default=False, kw_only=True)  # whether the masks of its grammar were begun
 
 
 WorkT = TypeVar("WorkT", bound="Work[Any]")

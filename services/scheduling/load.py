@@ -19,19 +19,12 @@ class LoadCounters:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The load over a period.
+    """The load over a period."""
 
-    Attributes:
-        in_flight: Mean number of blocks waiting or running (the sum of their stays per second, Little's law).
-        busy: Share of the time in steps that served blocks.
-        hit_rate: Share of the requested proposals that were prepared; 0 when none was requested.
-        cache_use: Share of the KV cache budget in use.
-    """
-
-    in_flight: float
-    busy: float
-    hit_rate: float
-    cache_use: float
+    in_flight: float  # mean number of blocks waiting or running: their stays per second (Little's law)
+    busy: float  # share of the time in steps that served blocks
+    hit_rate: float  # share of the requested proposals that were prepared; 0 when none was requested
+    cache_use: float  # share of the KV cache budget in use
 
     def as_metrics(self) -> dict[str, float]:
         """Return the fields by name, as Serve expects them."""

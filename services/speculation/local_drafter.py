@@ -133,19 +133,19 @@ class LocalDrafter(TargetHead):
             return [Proposal()] * len(requests)
 
     def _draft(self, requests: Sequence[Request], stop: c_int32 | None) -> list[Proposal]:
-        begun = [self._begin(*request) for request in requests]
-        pending = [one for one in begun if one is not None]
-        while unread := [one for one in pending if one.advance()]:
+        drafts = [self._begin(*request) for request in requests]
+        pending = [draft for draft in drafts if draft is not None]
+        while unread := [draft for draft in pending if draft.advance()]:
             if stop is not None and stop.value:
                 break
-            feeds = [self._feed(one) for one in unread]
+            feeds = [self._feed(draft) for draft in unread]
             if len(unread) == 1 and feeds[0].num_logits and unread[0].can_run:
                 unread[0].take(unread[0].run(feeds[0], stop))
                 continue
-            for one, feed, logits in zip(unread, feeds, self.engine.step(feeds), strict=True):
+            for draft, feed, logits in zip(unread, feeds, self.engine.step(feeds), strict=True):
                 if feed.num_logits:
-                    one.take(logits)
-        return [Proposal() if one is None else _proposal(one) for one in begun]
+                    draft.take(logits)
+        return [Proposal() if draft is None else _proposal(draft) for draft in drafts]
 
     def _begin(self, session: SessionCopy, shape: Shape, num_valid: int) -> PendingProposal | None:
         """Begin a proposal; None if there can be none. `num_valid` is as for `draft`."""
@@ -177,7 +177,6 @@ class LocalDrafter(TargetHead):
             speculation.note_outcome()
 
     def _feed(self, pending: PendingProposal) -> SequenceInput:
-        """Return the next feed of a proposal."""
         start = self.engine.length(pending.speculation.session.session_id)
         return pending.feed(start, min(CHUNK, pending.num_tokens - start))
 

@@ -70,7 +70,6 @@ class OutcomeSet:
     def __init__(self, sent: ProposalBuilder, start: Callable[[Node], ProposalBuilder | None]) -> None:
         self._sent, self._start = sent, start
         self.branches: list[Outcome] = []
-        self._leaves: list[tuple[float, Node]] = []
         ends, leaves = sent.outcomes()
         self._leaves = [(weight, node) for weight, node in leaves if weight >= MIN_OUTCOME]
         self._branch_off(ends)
@@ -112,9 +111,6 @@ class OutcomeSet:
                 continue
             reading = self._start(node.child(token_id))
             if reading is not None:
-                bisect.insort(self.branches, Outcome(probability, reading), key=_unlikeliness)
+                outcome = Outcome(probability, reading)
+                bisect.insort(self.branches, outcome, key=lambda branch: -branch.probability)
         del self.branches[MAX_BRANCHES:]
-
-
-def _unlikeliness(branch: Outcome) -> float:
-    return -branch.probability

@@ -34,17 +34,11 @@ from services.vllm.request_queue import RequestQueue, RequestWork, salt_of
 
 @dataclass(slots=True, eq=False)
 class _Drafting(RequestWork[ProposeTask]):
-    """A proposal that vLLM drafts.
+    """A proposal that vLLM drafts; tokens after an end of sequence only keep the duration constant."""
 
-    Args:
-        depth: Tokens to draft.
-        token_ids: Those so far; after an end of sequence they only keep the duration constant.
-        distributions: What each was drawn from; None where verification does not need it.
-    """
-
-    depth: int
+    depth: int  # tokens to draft
     token_ids: list[int] = field(default_factory=list)
-    distributions: list[SparseDistribution | None] = field(default_factory=list)
+    distributions: list[SparseDistribution | None] = field(default_factory=list)  # what each was drawn from
 
     @property
     def is_complete(self) -> bool:

@@ -62,65 +62,36 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is served.
+    """How a model is served."""
 
-    Args:
-        model: Directory or hub name.
-        device: "auto", "cpu" or "cuda".
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        threads: CPU threads of the arithmetic, of each rank; on GPUs vLLM's own choice is kept.
-        max_batch_tokens: Tokens fed in one forward, over all sessions.
-        prefill_chunk: Tokens of one session's prompt in one forward while others wait.
-        max_proposal: Most tokens of one proposal.
-        cache_budget_bytes: Memory for keys and values; None: from the device's memory.
-        memory_share: Of a GPU, for weights, activations and cache, if there is no budget.
-        tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
-        head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
-        adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
-        is_batch_invariant: Whether vLLM computes a row with the same bits in every batch; on GPUs.
-        is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
-            what the prefix cache has.
-    """
-
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int = 1
-    max_batch_tokens: int = 1024
-    prefill_chunk: int = 256
-    max_proposal: int = 16
-    cache_budget_bytes: int | None = None
-    memory_share: float = 0.8
-    tensor_parallel: int = 1
-    head: str = ""
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    is_batch_invariant: bool = False
-    is_draft: bool = False
+    model: str  # directory or hub name
+    device: str = "auto"  # or "cpu", "cuda"
+    dtype: str = "auto"  # or "float32", "bfloat16", "float16"
+    threads: int = 1  # of the arithmetic on CPUs, of each rank; on GPUs vLLM's own choice is kept
+    max_batch_tokens: int = 1024  # tokens fed in one forward, over all sessions
+    prefill_chunk: int = 256  # tokens of one session's prompt in one forward while others wait
+    max_proposal: int = 16  # most tokens of one proposal
+    cache_budget_bytes: int | None = None  # memory for keys and values; None: from the device's memory
+    memory_share: float = 0.8  # of a GPU, for weights, activations and cache, if there is no budget
+    tensor_parallel: int = 1  # GPUs (or CPU ranks) that the model is spread over
+    head: str = ""  # drafts in the target, see `services.vllm.heads.drafter_config`; empty: nothing does
+    adapters: Mapping[str, str] = field(default_factory=dict)  # directories or hub names, by sessions' name
+    is_batch_invariant: bool = False  # whether a row has the same bits in every batch; on GPUs
+    is_draft: bool = False  # whether it drafts: requests run freely, most of their prompts is cached
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step computed.
+    """What a step computed."""
 
-    Args:
-        verdicts: Outcome of each posted block that the step completed.
-        num_tokens: Tokens that it fed.
-        scheduled: The requests that ran.
-        num_cached: Of requests whose prompt the step completed: tokens found in the prefix cache.
-        prompt_scores: Of those that asked for them: vLLM's `LogprobsTensors` of the prompt.
-        drafts: What vLLM's own drafter proposes after the step, by request.
-        states: Hidden states of the committed tokens that it computed, of requests that are learnt from.
-        preempted: Requests that lost their cache; they have to be closed.
-    """
-
-    verdicts: Verdicts
-    num_tokens: int
-    scheduled: Collection[str]
-    num_cached: dict[str, int]
-    prompt_scores: dict[str, Any]
-    drafts: dict[str, list[int]]
-    states: States
-    preempted: list[str]
+    verdicts: Verdicts  # outcome of each posted block that the step completed
+    num_tokens: int  # tokens that it fed
+    scheduled: Collection[str]  # the requests that ran
+    num_cached: dict[str, int]  # tokens found in the prefix cache, of requests whose prompt it completed
+    prompt_scores: dict[str, Any]  # of those that asked for them: vLLM's `LogprobsTensors` of the prompt
+    drafts: dict[str, list[int]]  # what vLLM's own drafter proposes after the step, by request
+    states: States  # hidden states of the committed tokens that it computed, of requests that are learnt from
+    preempted: list[str]  # requests that lost their cache; they have to be closed
 
 
 class VllmEngine:

@@ -21,22 +21,13 @@ SESSION, SPEC, IS_KEPT = "session", "spec", "is_kept"
 
 @dataclass(frozen=True, slots=True)
 class PostedBlock:
-    """A block whose rows the step computes.
+    """A block whose rows the step computes; with `known_token_id` nothing is verified."""
 
-    Args:
-        proposal: What is verified: a chain.
-        base_position: Number of committed tokens, the absolute position that row 0 decides.
-        num_top_logprobs: Alternatives per emitted token; None: no log-probabilities.
-        draft_depth: Tokens that vLLM's own drafter proposes after the step, for the next block.
-        known_token_id: The token at `base_position`, which is committed already: nothing is verified. None:
-            the rows decide it.
-    """
-
-    proposal: Proposal
-    base_position: int
-    num_top_logprobs: int | None = None
-    draft_depth: int = 0
-    known_token_id: int | None = None
+    proposal: Proposal  # what is verified: a chain
+    base_position: int  # number of committed tokens, the absolute position that row 0 decides
+    num_top_logprobs: int | None = None  # alternatives per emitted token; None: no log-probabilities
+    draft_depth: int = 0  # tokens that vLLM's own drafter proposes after the step, for the next block
+    known_token_id: int | None = None  # committed already at `base_position`; None: the rows decide it
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,19 +45,12 @@ class _Request(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Verifying(RequestWork[VerifyTask]):
-    """A verification that vLLM computes.
+    """A verification that vLLM computes."""
 
-    Args:
-        depth: Tokens that vLLM's drafter proposes after its step.
-        follows: The block that is posted once the request has read the prompt; None: it is posted already.
-        num_needed: KV blocks of the request when the block has been verified.
-        masks: The masks of its rows, once they are there.
-    """
-
-    depth: int = 0
-    follows: PostedBlock | None = None
-    num_needed: int = 0
-    masks: Sequence[bytes | None] = ()
+    depth: int = 0  # tokens that vLLM's drafter proposes after its step
+    follows: PostedBlock | None = None  # posted once the request has read the prompt; None: posted already
+    num_needed: int = 0  # KV blocks of the request when the block has been verified
+    masks: Sequence[bytes | None] = ()  # those of its rows, once they are there
 
     @property
     def block(self) -> PostedBlock:

@@ -53,17 +53,11 @@ _EXTRA = ("d2t", "t2d", "pard_embedding")
 
 @dataclass(frozen=True)
 class DraftFormat:
-    """What a drafter has beyond an ordinary model; see the module.
+    """What a drafter has beyond an ordinary model; see the module."""
 
-    Attributes:
-        vocab_size: Number of logits of a proposal: the target's token ids.
-        mask_token: The mask's row of the input embedding, which may be `vocab_size`; None: no parallel draft.
-        target_ids: int64 [rows of the head]: the target's token of each row; None: row i is token i.
-    """
-
-    vocab_size: int
-    mask_token: int | None = None
-    target_ids: Tensor | None = None
+    vocab_size: int  # number of logits of a proposal: the target's token ids
+    mask_token: int | None = None  # the mask's row of the embedding, maybe `vocab_size`; None: not parallel
+    target_ids: Tensor | None = None  # int64 [rows of the head]: each row's token; None: row i is token i
 
     def with_all_tokens(self, logits: Tensor) -> Tensor:
         """Return logits [rows, vocab_size] from those of the head; `NOT_DRAFTED` for tokens it lacks."""

@@ -11,21 +11,13 @@ from torch import Tensor
 
 @dataclass
 class SessionCache:
-    """One session's slots.
+    """One session's slots: those of its chain, then until `keep_path` those of a tree's nodes."""
 
-    Attributes:
-        data: [num_layers, rows, capacity, dim].
-        tokens: The cached chain; token i is in slot i.
-        tree_tokens: Nodes in the slots after the chain, until `keep_path`.
-        tree_parents: Index of each node's parent among the nodes; -k for the k-th last token of the chain.
-        first: Slots before it are empty: their tokens were not fed, and no row attends to them.
-    """
-
-    data: Tensor
-    tokens: list[int] = field(default_factory=list)
+    data: Tensor  # [num_layers, rows, capacity, dim]
+    tokens: list[int] = field(default_factory=list)  # the cached chain; token i is in slot i
     tree_tokens: list[int] = field(default_factory=list)
-    tree_parents: list[int] = field(default_factory=list)
-    first: int = 0
+    tree_parents: list[int] = field(default_factory=list)  # by index; -k: the k-th last token of the chain
+    first: int = 0  # slots before it are empty: their tokens were not fed, and no row attends to them
 
     @property
     def capacity(self) -> int:

@@ -179,17 +179,11 @@ def _panels(weight: Tensor, panel: int) -> Tensor:
 
 @dataclass
 class Packer:
-    """Lays out tensors for the kernel.
+    """Lays out tensors for the kernel."""
 
-    Attributes:
-        library: The kernel's.
-        kept: Receives the owners of the memory.
-        quantised: The quantised matrices, if any: all of the model, see `quantised_matrices`.
-    """
-
-    library: ctypes.CDLL
-    kept: list[object]
-    quantised: Mapping[int, QuantisedMatrix]
+    library: ctypes.CDLL  # the kernel's
+    kept: list[object]  # receives the owners of the memory
+    quantised: Mapping[int, QuantisedMatrix]  # all matrices, see `quantised_matrices`, or none
 
     def vector(self, values: Tensor | None) -> int | None:
         """Address of a float32 copy."""
