@@ -60,7 +60,6 @@ def max_rank(directories: Mapping[str, str]) -> int:
 
 
 def _shapes(name: str, directory: str) -> dict[str, Sequence[int]]:
-    """Return the shape of each tensor of an adapter."""
     path = _weights(directory)
     try:
         if path.suffix == ".safetensors":
@@ -94,7 +93,7 @@ def _file(directory: str, name: str) -> Path:
     path = Path(directory) / name
     if path.is_file() or Path(directory).exists():
         return path
-    found = try_to_load_from_cache(directory, name)
-    if not isinstance(found, str):
+    cached = try_to_load_from_cache(directory, name)
+    if not isinstance(cached, str):
         raise FileNotFoundError(f"{path} does not exist")
-    return Path(found)
+    return Path(cached)

@@ -41,11 +41,7 @@ class Announcer:
         self._is_reachable = True
 
     async def start(self) -> None:
-        """Announce the worker, and renew the entry from now on.
-
-        Raises:
-            InvalidArgumentError: Redis answers, and is not a server that gammaray works with.
-        """
+        """Announce the worker from now on; InvalidArgumentError for an unsupported server."""
         await self._refresh()
         if self._is_reachable:
             await check_server(self._redis, self._url)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass
@@ -25,10 +25,6 @@ class LoadReport:
     busy: float  # share of the time in steps that served blocks
     hit_rate: float  # share of the requested proposals that were prepared; 0 when none was requested
     cache_use: float  # share of the KV cache budget in use
-
-    def as_metrics(self) -> dict[str, float]:
-        """Return the fields by name, as Serve expects them."""
-        return asdict(self)
 
 
 class LoadReporter:

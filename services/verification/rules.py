@@ -154,10 +154,7 @@ def _verify_block(log_probs: Tensor, proposal: Proposal, noise: Noise, base_posi
 
 
 def _believable(proposal: Proposal) -> list[SparseDistribution]:
-    """Return the draft distributions up to the first token outside its own, which was not drawn from it.
-
-    The chain is verified as if it ended there: p alone is exact.
-    """
+    """Return the draft distributions before the first token outside its own: the chain ends there."""
     drafts = list[SparseDistribution]()
     for node, token_id in enumerate(proposal.token_ids):
         draft = _draft_distribution(proposal, node)
