@@ -51,9 +51,8 @@ def check_deterministic(engine: Engine) -> None:
     """Raise UnsupportedModelError if any bit of logits depends on chunks, on a batch or on trees."""
     count = min(_NUM_DETERMINISTIC_TOKENS, engine.max_context)
     text = [(11 * i * i + 5 * i + 1) % engine.vocab_size for i in range(count)]
-    alone = torch.cat(
-        [engine.step([SequenceInput(_SESSION, i, text[i : i + 1], 1)])[0] for i in range(count)]
-    )
+    feeds = [SequenceInput(_SESSION, i, text[i : i + 1], 1) for i in range(count)]
+    alone = torch.cat([engine.step([feed])[0] for feed in feeds])
     ways = {
         "as one chunk": engine.step([SequenceInput(_SESSION, 0, text, count)])[0],
         "in chunks with other sessions": _in_company(engine, text),
@@ -62,9 +61,8 @@ def check_deterministic(engine: Engine) -> None:
     for way, logits in ways.items():
         if not torch.equal(logits, alone):
             rows = (logits != alone).any(dim=1).sum().item()
-            raise UnsupportedModelError(
-                engine.model_name, f"not deterministic: {rows} of {count} rows differ when fed {way}"
-            )
+            reason = f"not deterministic: {rows} of {count} rows differ when fed {way}"
+            raise UnsupportedModelError(engine.model_name, reason)
 
 
 def _in_company(engine: Engine, text: list[int]) -> Tensor:

@@ -166,9 +166,8 @@ def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int,
     if weights == "auto":
         return {}
     if obstacle:
-        raise InvalidArgumentError(
-            "draft_weights", weights, f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
-        )
+        allowed = f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
+        raise InvalidArgumentError("draft_weights", weights, allowed)
     return quantise_model(loaded.module)
 
 

@@ -79,9 +79,8 @@ class _Attention(nn.Module):
         self._has_head_norms, self._dim = config.has_head_norms, dim
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        query, key, value = (
-            project(x).unflatten(-1, (-1, self._dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = (project(x).unflatten(-1, (-1, self._dim)) for project in projections)
         if self._has_head_norms:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)

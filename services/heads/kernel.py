@@ -107,9 +107,8 @@ def _packed(
     library = load_kernel().library
     assert library is not None
     config = head.config
-    model = NativeModel(
-        library, ModelWeights(), config.num_outputs, config.head_dim, head.rotary, max_context
-    )
+    num_outputs, head_dim = config.num_outputs, config.head_dim
+    model = NativeModel(library, ModelWeights(), num_outputs, head_dim, head.rotary, max_context)
     packer = Packer(library, model.kept, quantised)
     layer = cast(EagleLayer, head.layers[0])
     attention = layer.self_attn
@@ -119,8 +118,8 @@ def _packed(
     weights = model.weights
     weights.hidden, weights.intermediate = config.hidden_size, config.intermediate_size
     weights.heads, weights.kv_heads = config.num_heads, config.num_kv_heads
-    weights.head_dim, weights.layers = config.head_dim, 1
-    weights.scaling, weights.norm_eps = config.head_dim**-0.5, config.norm_eps
+    weights.head_dim, weights.layers = head_dim, 1
+    weights.scaling, weights.norm_eps = head_dim**-0.5, config.norm_eps
     weights.embedding, weights.embedding_scale = packer.embedding(head.embed_tokens.weight)
     weights.head, weights.layer, weights.is_head = packer.maps(head.lm_head), layers, True
     weights.last_norm = packer.vector(head.norm.weight)

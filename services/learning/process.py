@@ -74,7 +74,6 @@ class TrainingProcess:
             if self._stop.is_set():
                 return 0
             # PDEATHSIG is about the thread that starts the process: this one, which outlives it.
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, env={**_MALLOC, **os.environ}
-            )
+            environment = {**_MALLOC, **os.environ}
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, env=environment)
         return self._process.wait()

@@ -26,7 +26,7 @@ from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import ProposeTask, Reply, Timing
+from services.scheduling.tasks import ProposeTask, Reply
 from services.speculation.drafting import PendingProposal
 from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.speculation.predictor import DraftModel
@@ -36,8 +36,6 @@ from services.vocabulary.translation import Translation
 
 @dataclass(slots=True, eq=False)
 class _DraftBlock(Running[ProposeTask]):
-    """A block whose proposal is being drafted."""
-
     pending: PendingProposal = field(kw_only=True)
 
     @property
@@ -48,7 +46,6 @@ class _DraftBlock(Running[ProposeTask]):
         return self.pending.feed(start, size)
 
     def advance(self) -> bool:
-        """Read as far as there are predictions; return whether a forward is needed to read further."""
         is_open = self.pending.advance()
         self.num_logits = self.pending.num_logits
         return is_open
@@ -126,9 +123,6 @@ class DraftScheduler(Scheduler[ProposeTask, _DraftBlock]):
                 block.pending.restart()  # the session's cache was evicted
                 block.advance()
         return super().step()
-
-    def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
-        super()._reply(task, None if task.is_notice else outcome, timing)
 
     def _forget(self, session: SessionCopy) -> None:
         self.speculations.pop(session.session_id, None)

@@ -34,8 +34,6 @@ from services.verification.verdicts import judge, token_logprobs
 
 @dataclass(slots=True, eq=False)
 class _Verifying(Running[VerifyTask]):
-    """A running verification."""
-
     scores: PromptScores | None = None  # collects the requested log-probabilities of the prompt
     must_draft: bool = False  # whether the head has to draft before the first forward
     is_expected: bool = False  # whether it may have done so ahead

@@ -67,9 +67,8 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
         self._block_s = 0.0
         self.meter = WorkerMeter(self.role)
         self.meter.watch(lambda: self.num_queued, self.stats)
-        self.sessions = SessionTable(
-            MAX_SESSIONS, vocab_size, device, self._running.__contains__, self._forget
-        )
+        is_busy = self._running.__contains__
+        self.sessions = SessionTable(MAX_SESSIONS, vocab_size, device, is_busy, self._forget)
 
     @abstractmethod
     def step(self) -> list[tuple[TaskT, Reply]]:
@@ -202,8 +201,8 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
 
     def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
         self._block_s += time.monotonic() - task.arrived
-        reply = Reply(task.request_id, task.session_id, outcome, timing or Timing())
-        self._replies.append((task, reply))
+        outcome = None if task.is_notice else outcome
+        self._replies.append((task, Reply(task.request_id, task.session_id, outcome, timing or Timing())))
 
 
 def _reason_to_drop(task: Task, now: float) -> GammarayError | None:

@@ -79,6 +79,7 @@ class Task:
     cancelled: bool = False  # set by the event loop when the stream has ended; the next step drops the work
     traceparent: str = ""  # of the calling span; empty when the session is not sampled
     grammar: GrammarState | None = None  # before the first token; None without one, or before it is compiled
+    is_notice: bool = False  # whether the caller has a proposal already and does not wait for an answer
 
     @property
     def reads_anew(self) -> bool:
@@ -127,7 +128,6 @@ class ProposeTask(Task):
 
     shape: Shape  # bounds of the proposal; its depth is 1 or more
     wants_ahead: bool = False  # whether proposals prepared to follow this one are sent when they are complete
-    is_notice: bool = False  # whether the caller has the proposal already and does not wait for an answer
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         # A base position beyond the draft's context is no error: the proposal is then empty.

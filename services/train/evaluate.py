@@ -77,10 +77,9 @@ def _predictions(drafter: Trainable, sequence: Sequence) -> Iterator[tuple[int, 
     wanted, found = drafter.common(batch, logs)
     shares = torch.stack([share(wanted, found) for share in _SHARES.values()], -1)
     hits = drafter.target_ids[logs.argmax(-1)] == batch.labels
-    for (_, anchor, depth), each, hit in zip(
-        batch.place.tolist(), shares.tolist(), hits.tolist(), strict=True
-    ):
-        yield anchor, depth, each, hit
+    places = zip(batch.place.tolist(), shares.tolist(), hits.tolist(), strict=True)
+    for (_, anchor, depth), measures, hit in places:
+        yield anchor, depth, measures, hit
 
 
 def _drafted(hits: Mapping[tuple[int, int], bool], anchor: int, most: int, *, is_head: bool) -> int:

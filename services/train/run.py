@@ -242,9 +242,8 @@ class _Run:
             return _Progress()
         state = torch.load(path, weights_only=True, map_location=self.task.device)
         if state["shape"] != self._shape:
-            raise FailedPreconditionError(
-                f"{path} has shape {state['shape']}, not {self._shape}: use another --work, or delete it"
-            )
+            mismatch = f"{path} has shape {state['shape']}, not {self._shape}"
+            raise FailedPreconditionError(f"{mismatch}: use another --work, or delete it")
         drafter.load_state_dict(state["drafter"])
         optimizer.load_state_dict(state["optimizer"])
         self.report(f"continues at step {state['step']}, after {self.elapsed():.0f} s")

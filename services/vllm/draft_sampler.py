@@ -81,8 +81,10 @@ class DraftSampler(StepSampler):
         scores = torch.cat([row.logits for row in rows]) if len(rows) > 1 else rows[0].logits
         scores = scores.float() if params is None else processed_log_probs(scores, params)
         if is_random:
-            places = [(row.session.session_id, row.session.spec, row.position) for row in rows]
-            scores = scores + self._noise.gumbel([NoiseRows(*place, num_rows=1) for place in places])
+            noise = [
+                NoiseRows(row.session.session_id, row.session.spec, row.position, num_rows=1) for row in rows
+            ]
+            scores = scores + self._noise.gumbel(noise)
         broken = InternalError("the draft model's logits are not finite numbers")
         return [broken if token_id is None else Drafted(token_id) for token_id in best_tokens(scores)]
 

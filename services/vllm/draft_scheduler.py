@@ -25,7 +25,7 @@ from services.scheduling.masks import compute_masks
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import ProposeTask, Reply, SessionSpec, Timing
+from services.scheduling.tasks import ProposeTask, Reply, SessionSpec
 from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
@@ -145,9 +145,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         replies, self._replies = self._replies, []
         return replies
 
-    def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
-        super()._reply(task, None if task.is_notice else outcome, timing)
-
     def _start(self, task: ProposeTask, session: SessionCopy) -> _Drafting | Proposal | CancelledError:
         if any(task.epoch <= newer.epoch for newer in self._waiting[task.session_id]):
             return _replaced(task)
@@ -220,14 +217,11 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         return proposal
 
     def _unblock(self, *, is_preempted: bool) -> None:
-        """Free memory after a step in which nothing fitted: draft-ahead's, else fail the newest block.
-
-        Where vLLM has just taken the memory of a block, the next step has that.
-        """
+        """Free memory after a step in which nothing fitted: draft-ahead's, else fail the newest block."""
         if self._ahead:
             for session_id in list(self._ahead):
                 self._evict(session_id)
-        elif not is_preempted:
+        elif not is_preempted:  # else the next step has the memory that vLLM has just taken from a block
             work = next(reversed(self._running.values()))
             self.engine.close(work.request_id)
             self._end_work(work, self._too_small())

@@ -195,9 +195,8 @@ class VllmEngine:
         """
         self._num_opened += 1
         request_id = f"{name}#{self._num_opened}"
-        self.core.add_request(
-            *self._request(request_id, name, token_ids, spec, salt, num_prompt_logprobs, is_kept)
-        )
+        request = self._request(request_id, name, token_ids, spec, salt, num_prompt_logprobs, is_kept)
+        self.core.add_request(*request)
         return request_id
 
     def _request(

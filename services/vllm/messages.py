@@ -34,9 +34,7 @@ class PostedBlock:
 class Masks:
     """The masks of grammars, computed beside the forward; vLLM passes them where its own would be.
 
-    Args:
-        by_request: Of each request with a grammar, as of `GrammarState.masks`, or why there are none; None:
-            they are late, and the request's block gets no verdict.
+    They are as of `GrammarState.masks`, or why there are none; None: late, and the block gets no verdict.
     """
 
     by_request: dict[str, Sequence[bytes | None] | GammarayError | None] = field(default_factory=dict)

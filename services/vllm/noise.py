@@ -89,9 +89,7 @@ class NoiseSource:
     def _compute_rows(self, counters: Sequence[tuple[int, int, int]], stream: int) -> Tensor:
         """Return the rows of (seed, position, sample index)."""
         assert self._compute is not None
-        words = [
-            (seed & _WORD, seed >> 32, position & _WORD, index, stream) for seed, position, index in counters
-        ]
+        words = [(seed & _WORD, seed >> 32, at & _WORD, index, stream) for seed, at, index in counters]
         return self._compute(torch.tensor(words, dtype=torch.int64).to(self._device), self._groups)
 
 

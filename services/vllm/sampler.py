@@ -76,9 +76,8 @@ class RequestState:
         self.masks, self.edits = PreparedMasks(), None
         if params is not None and LogitEdits.needed(params):
             grammar: Any = self.masks if params.grammar else None
-            self.edits = LogitEdits(
-                params, spec.eos_token_ids, spec.prompt_length, vocab_size, device, grammar
-            )
+            eos, num_prompt = spec.eos_token_ids, spec.prompt_length
+            self.edits = LogitEdits(params, eos, num_prompt, vocab_size, device, grammar)
 
     @property
     def is_drawn(self) -> bool:

@@ -74,23 +74,16 @@ class Taps:
 class Batch:
     """One forward over all feeds of a step.
 
-    Attributes:
-        segments: In the order of the feeds.
-        token_ids: All tokens, packed.
-        positions: Their absolute positions.
-        logit_rows: Rows whose logits are returned; None for all of them.
-        masks: Attention masks by (segment index, window), created on first use and shared by the layers.
-        taps: The hidden states to record; None for none.
-        idle_until: The compiled kernel runs at idle CPU priority until another thread sets this to a nonzero
-            value, and then restores its priority; None: at the usual priority. Other runners ignore it.
+    With `idle_until` the compiled kernel runs at idle CPU priority until another thread sets that to a
+    nonzero value, and then restores its priority. Other runners ignore it.
     """
 
-    segments: list[Segment]
-    token_ids: list[int]
-    positions: list[int]
-    logit_rows: list[int] | None
-    masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
-    taps: Taps | None = None
+    segments: list[Segment]  # in the order of the feeds
+    token_ids: list[int]  # all tokens, packed
+    positions: list[int]  # their absolute positions
+    logit_rows: list[int] | None  # rows whose logits are returned; None for all of them
+    masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)  # see `mask`
+    taps: Taps | None = None  # the hidden states to record; None for none
     idle_until: c_int32 | None = None
 
     @property
@@ -100,7 +93,7 @@ class Batch:
         return len(self.token_ids) - num_logits + 1
 
     def mask(self, index: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Return the segment's `allowed_slots`, None when every row sees every slot."""
+        """Return the segment's `allowed_slots`, which layers share; None when every row sees every slot."""
         key = (index, window)
         if key not in self.masks:
             mask = allowed_slots(self.segments[index], window)

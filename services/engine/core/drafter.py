@@ -68,9 +68,7 @@ class DraftFormat:
         return spread
 
 
-def load_drafter(
-    name: str, target: str, *, device: str = "auto", dtype: str = "auto"
-) -> tuple[LoadedModel, DraftFormat]:
+def load_drafter(name: str, target: str, *, device: str, dtype: str) -> tuple[LoadedModel, DraftFormat]:
     """Load a drafter as an ordinary model, whose head may be smaller and its embedding larger.
 
     Args:
@@ -104,9 +102,8 @@ def load_drafter(
 def is_ordinary(name: str) -> bool:
     """Whether a directory or hub name is that of a causal model that needs nothing of a target."""
     config, folder = load_config(name), checkpoint_folder(name)
-    return getattr(config, "pard_token", None) is None and not (
-        folder is not None and _is_special(folder, config)
-    )
+    is_special = folder is not None and _is_special(folder, config)
+    return getattr(config, "pard_token", None) is None and not is_special
 
 
 def is_parallel(name: str) -> bool:

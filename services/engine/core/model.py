@@ -153,9 +153,8 @@ def _load_pretrained(name: str, config: PretrainedConfig | None, dtype: torch.dt
     except Exception as error:  # its kind depends on the checkpoint's content
         raise_if_lost(error)
         reason = str(error).strip() or type(error).__name__
-        raise UnsupportedModelError(
-            name, f"transformers cannot load it as a causal model: {reason}"
-        ) from error
+        message = f"transformers cannot load it as a causal model: {reason}"
+        raise UnsupportedModelError(name, message) from error
     module: PreTrainedModel = result[0]
     check_loading(name, result[1], module.config.get_text_config().num_hidden_layers)
     return module
@@ -177,11 +176,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def torch_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that a setting names, on a device.
-
-    Raises:
-        InvalidArgumentError: There is no such dtype, or the device does not compute in it.
-    """
+    """Return the dtype that a setting names; InvalidArgumentError if a device does not compute in it."""
     capability = device_capability(device)
     lacks_bfloat16 = capability is not None and capability < _BFLOAT16_CAPABILITY
     if name == "auto":
@@ -237,9 +232,8 @@ def check_config(name: str, config: PretrainedConfig) -> None:
     check_unquantised(name, config)
     odd = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     if odd:
-        raise UnsupportedModelError(
-            name, f"its layers are of types {sorted(odd)}; served are {sorted(LAYER_TYPES)}"
-        )
+        reason = f"its layers are of types {sorted(odd)}; served are {sorted(LAYER_TYPES)}"
+        raise UnsupportedModelError(name, reason)
     check_fields(name, text.to_dict())
 
 

@@ -94,9 +94,8 @@ class SessionCache:
     def _keep_chain(self, base: int, path: Sequence[int]) -> None:
         end = base + len(path)
         if list(path) != list(range(len(path))) or not 0 <= base <= end <= len(self.tokens):
-            raise ValueError(
-                f"path: got {list(path)} from base {base}, not a path of the {len(self.tokens)} cached tokens"
-            )
+            allowed = f"not a path of the {len(self.tokens)} cached tokens"
+            raise ValueError(f"path: got {list(path)} from base {base}, {allowed}")
         self.truncate(end)
 
 

@@ -95,7 +95,6 @@ def check_fields(name: str, stored: Mapping[str, Any]) -> None:
 
 
 def _check_rotary(name: str, path: str, stored: Mapping[str, Any]) -> None:
-    """Check the settings of a rotary embedding, or those of several layer types."""
     for key, value in stored.items():
         place = f"{path}.{key}"
         if isinstance(value, Mapping):
@@ -275,11 +274,7 @@ def check_head_dim(name: str, head_dim: int) -> None:
 
 
 def check_rotary(name: str, rotary: nn.Module, head_dim: int) -> None:
-    """Check a rotary embedding, whose tables the kernels read by the width of a head.
-
-    Raises:
-        InvalidModelError: Its frequencies are not finite, or it rotates a part of a head.
-    """
+    """Raise InvalidModelError unless a rotary embedding is finite and rotates all numbers of a head."""
     check_finite(name, dict(rotary.named_buffers()), CONFIG)
     cos, _ = rotary(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
     if cos.shape[-1] != head_dim:

@@ -47,11 +47,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def tensor_types(folder: Path) -> dict[str, str]:
-    """Return the type of each tensor of a directory, by safetensors' names; none without safetensors.
-
-    Raises:
-        UnsupportedModelError: A file is missing, truncated or damaged.
-    """
+    """Return the type of each tensor in safetensors; UnsupportedModelError if a file is damaged."""
     types = {}
     for path in {_file_of(folder, key) for key in tensor_names(folder)}:
         with _opened(folder, path) as file:
@@ -61,11 +57,7 @@ def tensor_types(folder: Path) -> dict[str, str]:
 
 
 def read_tensor(name: str, folder: Path, key: str) -> Tensor:
-    """Return one tensor of a model, after its file was fetched if the model is one of the hub.
-
-    Raises:
-        UnsupportedModelError: The file is missing, truncated or damaged.
-    """
+    """Return a tensor from its file, fetched from the hub; UnsupportedModelError if that is damaged."""
     path = _file_of(folder, key)
     if not Path(name).is_dir():
         cached_file(name, path.name)

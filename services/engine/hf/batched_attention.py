@@ -86,20 +86,12 @@ def _by_length(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 @dataclass
 class _Keys:
-    """What the layers with the same window share.
+    """What the layers with the same window share."""
 
-    Attributes:
-        cached: For each session its cached slots that a row may see, one view per layer
-            [rows of the cache, slots, dim].
-        num_slots: Slots of each session after padding.
-        bias: [1, sessions, group * rows, num_slots]: 0 or -inf, by the number of heads per key head.
-        mask: [sessions, rows, num_slots], where the bias is 0.
-    """
-
-    cached: list[Sequence[Tensor]]
-    num_slots: int
-    bias: dict[int, Tensor]
-    mask: Tensor
+    cached: list[Sequence[Tensor]]  # by session and layer: slots that a row may see, [rows, slots, dim]
+    num_slots: int  # slots of each session after padding
+    bias: dict[int, Tensor]  # by heads per key head: 0 or -inf, [1, sessions, group * rows, num_slots]
+    mask: Tensor  # [sessions, rows, num_slots], where the bias is 0
 
 
 class _Group:
@@ -121,9 +113,8 @@ class _Group:
             return
         padded = [s.row + min(row, s.count - 1) for s in segments for row in range(self._num_rows)]
         kept = [i * self._num_rows + row for i, s in enumerate(segments) for row in range(s.count)]
-        self._padded, self._rows, self._kept = torch.tensor(
-            [*padded, *rows, *kept], device=data.device
-        ).split_with_sizes((len(padded), len(rows), len(kept)))
+        numbers = torch.tensor([*padded, *rows, *kept], device=data.device)
+        self._padded, self._rows, self._kept = numbers.split_with_sizes(list(map(len, (padded, rows, kept))))
 
     def attend(self, layer: int, given: LayerInput, output: Tensor) -> None:
         """Attend in one layer and write the rows of these sessions to `output`."""

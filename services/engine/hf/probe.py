@@ -93,18 +93,15 @@ def _check_calls(loaded: LoadedModel, calls: list[_Call]) -> None:
         )
     for layer, call in enumerate(calls):
         if call.unknown:
-            raise UnsupportedModelError(
-                loaded.name, f"layer {layer} passes {call.unknown} to its attention, which would be ignored"
-            )
+            reason = f"layer {layer} passes {call.unknown} to its attention, which would be ignored"
+            raise UnsupportedModelError(loaded.name, reason)
         if getattr(call.module, "is_causal", True) is False:
             raise UnsupportedModelError(loaded.name, f"layer {layer} attends in both directions")
         expected = _has_window(loaded, layer)
         if expected != (call.window is not None):
-            raise UnsupportedModelError(
-                loaded.name,
-                f"layer {layer} {'slides' if expected else 'does not slide'} by its configuration, "
-                f"but its attention is called with window {call.window}",
-            )
+            said = f"layer {layer} {'slides' if expected else 'does not slide'} by its configuration"
+            reason = f"{said}, but its attention is called with window {call.window}"
+            raise UnsupportedModelError(loaded.name, reason)
 
 
 def _has_window(loaded: LoadedModel, layer: int) -> bool:

@@ -18,13 +18,7 @@ from services.engine.hf.probe import ModelLayout
 
 @dataclass(frozen=True)
 class TapPoints:
-    """Where a model's hidden states pass.
-
-    Attributes:
-        name: Directory or hub name of the model.
-        layers: The decoder layers in order; the first argument of each is the residual stream, and so is its
-            first result.
-    """
+    """The decoder layers of a model in order: first argument and first result of each are hidden states."""
 
     name: str
     layers: nn.ModuleList
@@ -48,9 +42,8 @@ class TapPoints:
         def record(column: int, state: Tensor) -> None:
             rows, _, size = taps.states.shape
             if state.ndim != 3 or state.shape[1] < rows or state.shape[2] != size:
-                raise UnsupportedModelError(
-                    self.name, f"hidden state {taps.layers[column]} has the shape {list(state.shape)}"
-                )
+                reason = f"hidden state {taps.layers[column]} has the shape {list(state.shape)}"
+                raise UnsupportedModelError(self.name, reason)
             taps.states[:, column].copy_(state[0, :rows])
             missing.discard(column)
 
@@ -65,9 +58,8 @@ class TapPoints:
             yield
         if missing:
             bypassed = [taps.layers[column] for column in sorted(missing)]
-            raise UnsupportedModelError(
-                self.name, f"its forward bypasses the modules of the hidden states {bypassed}"
-            )
+            reason = f"its forward bypasses the modules of the hidden states {bypassed}"
+            raise UnsupportedModelError(self.name, reason)
 
 
 def find_tap_points(loaded: LoadedModel, layout: ModelLayout) -> TapPoints | str:

@@ -81,9 +81,8 @@ class NativeRunner(Runner):
         )
         layers = () if batch.taps is None else batch.taps.layers
         # One array for all integers: few calls, and one owner to keep alive until the kernel returns.
-        numbers = np.fromiter(
-            chain(batch.token_ids, batch.positions, num_chain, offsets, wanted, path, layers), dtype=np.int32
-        )
+        parts = chain(batch.token_ids, batch.positions, num_chain, offsets, wanted, path, layers)
+        numbers = np.fromiter(parts, dtype=np.int32)
         at = numbers.ctypes.data
         arguments = BatchArguments(
             rows,

@@ -92,9 +92,8 @@ def build_native(
     config, body, parts = loaded.config, loaded.llama, _layers(loaded)
     attention = parts[0].self_attn
     embedding, output = embeddings(loaded.module)
-    model = NativeModel(
-        library, ModelWeights(), vocab_size, attention.head_dim, body.rotary_emb, loaded.max_context
-    )
+    head_dim, rotary = attention.head_dim, body.rotary_emb
+    model = NativeModel(library, ModelWeights(), vocab_size, head_dim, rotary, loaded.max_context)
     packer = Packer(library, model.kept, quantised or {})
     layers = (LayerWeights * len(windows))(
         *(

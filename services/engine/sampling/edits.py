@@ -77,9 +77,9 @@ class LogitEdits:
         self._mask = _Mask(params, eos, vocab_size, device)
         self._bias = _Bias(params, vocab_size, device) if params.logit_bias else None
         self._eos = None if eos is None else torch.from_numpy(eos).to(device)
-        self._penalties = (
-            _Penalties(params, prompt_length, vocab_size, device) if _has_penalties(params) else None
-        )
+        self._penalties: _Penalties | None = None
+        if _has_penalties(params):
+            self._penalties = _Penalties(params, prompt_length, vocab_size, device)
         self._num_tokens = 0
 
     @staticmethod

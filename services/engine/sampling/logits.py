@@ -72,9 +72,7 @@ def filter_key(params: SamplingParams) -> tuple[float, ...]:
     return params.temperature, params.top_k, params.top_p, params.min_p
 
 
-def edited_logits(
-    logits: Tensor, edits: LogitEdits | None = None, paths: Sequence[Sequence[int]] = ()
-) -> Tensor:
+def edited_logits(logits: Tensor, edits: LogitEdits | None, paths: Sequence[Sequence[int]]) -> Tensor:
     """Return the logits after masks, bias and penalties, the first half of `processed_log_probs`.
 
     At temperature 0 only their best token counts, the lowest id on ties.

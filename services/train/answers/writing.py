@@ -30,8 +30,6 @@ _PREFILL_TOKENS = 1024
 
 @dataclass
 class _Running:
-    """An answer in progress."""
-
     job: Job
     token_ids: list[int]
     fed: int = 0
@@ -166,8 +164,7 @@ class Writer:
         if length >= _MIN_ANSWER_TOKENS:
             token_ids = np.array(text.token_ids, dtype=np.int32)
             top_ids, top_logs = (torch.stack(rows).numpy() for rows in (text.top_ids, text.top_logs))
-            self._store.append(
-                Sequence(token_ids, text.num_prompt, job.temperature, top_ids, top_logs, job.number)
-            )
+            answer = Sequence(token_ids, text.num_prompt, job.temperature, top_ids, top_logs, job.number)
+            self._store.append(answer)
             self._passages.add(self._tokenizer.decode(text.token_ids[text.num_prompt : -1]))
         return True
