@@ -41,12 +41,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def available_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the available bytes of memory: of the machine, or of the container if that is less.
-
-    Args:
-        cgroup: Directory of the container's cgroup, version 2 or 1.
-        meminfo: The kernel's report on memory.
-    """
+    """Return the available bytes of memory: of the machine, or of the container if that is less."""
     fields = dict(line.split(":") for line in meminfo.read_text().splitlines() if ":" in line)
     available = [int(fields["MemAvailable"].split()[0]) * 1024]
     for limit, used in (

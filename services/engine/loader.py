@@ -106,11 +106,7 @@ def _load(
 
 
 def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | None = None) -> Engine:
-    """Load a model with a worker's settings; without a cache budget, by the free memory.
-
-    Raises:
-        UnsupportedModelError, NotFoundError, InvalidArgumentError: As `load_engine`.
-    """
+    """Load a model with a worker's settings, else by the free memory; it raises what `load_engine` does."""
     engine = load_engine(
         path,
         device=settings.device,

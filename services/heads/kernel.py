@@ -31,11 +31,7 @@ def kernel_obstacle(head: EagleHead) -> str:
 
 
 class KernelMap:
-    """A linear map of float32 rows, computed by the compiled kernel.
-
-    Args:
-        quantised: The quantised matrices by the address of their weights.
-    """
+    """A linear map of float32 rows, by the compiled kernel; `quantised` as of `quantised_matrices`."""
 
     def __init__(self, linear: nn.Linear, library: Any, quantised: Mapping[int, QuantisedMatrix]) -> None:
         self._library, self._size = library, linear.out_features
@@ -53,11 +49,7 @@ class KernelMap:
 
 
 class HeadKernelRunner(NativeRunner):
-    """Runs steps of a head, for which `kernel_obstacle` is empty, with the compiled kernel.
-
-    Args:
-        weights: "auto" (as stored) or "int8".
-    """
+    """Runs steps of a head without a `kernel_obstacle`; `weights` are "auto" (as stored) or "int8"."""
 
     def __init__(self, name: str, head: EagleHead, max_context: int, weights: str = "auto") -> None:
         quantised = {} if weights == "auto" else quantised_matrices(head)

@@ -112,11 +112,7 @@ class Recorder:
         buffer: Buffer,
         is_allowed: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Write an ended session's stream, with its states, unless too many wait for the disk.
-
-        Args:
-            is_allowed: Whether it may be kept by the consents on disk, before and after it is written.
-        """
+        """Write an ended session's stream, unless too many wait; consents are asked before and after that."""
         if self._waiting.qsize() >= _WAITING:
             _log.warning("the disk is too slow: a stream is not learnt from")
             return

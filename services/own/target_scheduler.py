@@ -54,9 +54,7 @@ class _Verifying(Running[VerifyTask]):
 class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
     """Feeds the committed tokens that are not cached and then a whole proposal, and verifies it.
 
-    Args:
-        head: Drafts for blocks that ask for it.
-        draft_ahead: Whether the head drafts while no block waits.
+    `head` drafts for blocks that ask for it, and with `draft_ahead` while no block waits.
     """
 
     role: ClassVar[str] = "target"

@@ -25,12 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Announcer:
-    """Keeps one worker's registry entry alive.
-
-    Args:
-        address: host:port at which orchestrators reach the worker; its info call returns the rest.
-        prefix: Beginning of the keys of the worker's cluster.
-    """
+    """Keeps one worker's registry entry alive; orchestrators reach it at `address` (host:port)."""
 
     def __init__(self, redis_url: str, role: str, address: str, prefix: str = REDIS_PREFIX) -> None:
         self.key = f"{prefix}:worker:{role}:{uuid.uuid4().hex[:12]}"

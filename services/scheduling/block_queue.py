@@ -80,12 +80,9 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
         """
 
     def check(self) -> None:
-        """Return if the engine can run another step; any thread may call it, also during a step.
+        """Raise EngineLostError if no further step can run; any thread may call it, also during a step.
 
         An engine of this process is lost only by an error of its own step.
-
-        Raises:
-            EngineLostError: It cannot, such as when one of its processes has ended.
         """
 
     def close(self) -> None:

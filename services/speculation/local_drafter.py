@@ -40,11 +40,7 @@ _TOP_K, _WEIGHT_BITS = 64, 24
 
 
 class TargetHead:
-    """What drafts in a target worker for its sessions; this base class stands for none and proposes nothing.
-
-    Attributes:
-        taps: The hidden states of the target that `take` expects, by the ids of `Engine.tap`.
-    """
+    """What drafts in a target worker, by the target's states at `taps`; this base class proposes nothing."""
 
     taps: Sequence[int] = ()
 
@@ -58,12 +54,7 @@ class TargetHead:
         """Delete what is kept of an ended session."""
 
     def take(self, session_id: str, start: int, states: Tensor) -> None:
-        """Keep the hidden states of committed positions.
-
-        Args:
-            start: Position of the first.
-            states: The target's states [positions, taps, hidden_size].
-        """
+        """Keep the states [positions, taps, hidden_size] of committed positions, from `start` on."""
 
     def draft(self, requests: Sequence[Request]) -> list[Proposal]:
         """Return a proposal for each session, empty where there can be none or the drafter fails.
@@ -87,11 +78,7 @@ class TargetHead:
 
 
 class LocalDrafter(TargetHead):
-    """Drafts for the sessions of a target with a draft model, a whole proposal of each in one call.
-
-    Args:
-        engine: Runs the draft model; its logits are those of the target's tokens.
-    """
+    """Drafts whole proposals with an engine whose logits are those of the target's tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.taps = engine, engine.target_taps

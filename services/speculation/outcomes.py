@@ -75,11 +75,7 @@ class OutcomeSet:
         self._branch_off(ends)
 
     def take_whole(self, least: float) -> list[ProposalBuilder]:
-        """Return the complete proposals, likeliest first, each once.
-
-        Args:
-            least: Nothing is returned while their total probability is below this.
-        """
+        """Return the complete proposals, likeliest first, each once, if they are `least` likely together."""
         whole = [branch for branch in self.branches if not branch.is_taken and not branch.advance()]
         if sum(branch.probability for branch in whole) < least:
             return []

@@ -153,11 +153,7 @@ class ProposalBuilder:
         return tested, False
 
     def guesses(self, prediction: Prediction, *, is_tested: bool) -> list[Guess]:
-        """Return the target's likely tokens after a node, calibrated.
-
-        Args:
-            is_tested: Whether the draft's own choice is part of the proposal.
-        """
+        """Return the target's likely tokens, calibrated; `is_tested`: the proposal has the draft's choice."""
         base = self.root.position + 1
         guesses = prediction.guesses(base if is_tested else None)
         if self._power == 1.0:

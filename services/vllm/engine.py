@@ -284,11 +284,7 @@ class VllmEngine:
             raise EngineLostError("vLLM does not release its KV cache after a step that failed")
 
     def step(self, begin_masks: BeginMasks) -> StepResult:
-        """Run one step for the requests that are posted or have a prompt to compute.
-
-        Args:
-            begin_masks: Called with the posted blocks before their forward, see `services.vllm.messages`.
-        """
+        """Run a step for posted requests and prompts; `begin_masks` is called before their forward."""
         self.check()
         self._scheduler.begin_masks = begin_masks
         self._scheduler.num_scheduled, self._scheduler.states = {}, {}

@@ -34,11 +34,7 @@ class NoiseRows(NamedTuple):
 
 
 class NoiseSource:
-    """Gives the noise of sessions on a device.
-
-    Args:
-        is_computed: Whether rows are computed without a cache; None: on GPUs, where they are cheaper so.
-    """
+    """Gives the noise of sessions; `is_computed`: without a cache, None: on GPUs, where that is cheaper."""
 
     def __init__(self, vocab_size: int, device: torch.device, is_computed: bool | None = None) -> None:
         self._vocab_size, self._device = vocab_size, device

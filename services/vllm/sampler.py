@@ -58,11 +58,7 @@ class PreparedMasks:
 
 
 class RequestState:
-    """What a sampler keeps of a request: its session's spec, and the edits of its logits.
-
-    Args:
-        params: By which its logits are processed; None: they are not.
-    """
+    """A request's session and the edits of its logits, which are processed by `params` if there are any."""
 
     def __init__(
         self,
@@ -87,11 +83,7 @@ class RequestState:
 
 
 class StepSampler:
-    """What both samplers keep between steps; the batch of vLLM's runner says which rows are whose.
-
-    Attributes:
-        states: What a head that learns read in the step of the requests that are learnt from.
-    """
+    """What both samplers keep between steps; `states` are what a head that learns has read in the step."""
 
     def __init__(self, runner: Any, vocab_size: int) -> None:
         self._runner, self._vocab_size = runner, vocab_size

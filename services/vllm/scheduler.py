@@ -59,11 +59,7 @@ class _Verifying(RequestWork[VerifyTask]):
 
 
 class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
-    """Verifies blocks with vLLM.
-
-    Args:
-        head: The versions of the engine's head.
-    """
+    """Verifies blocks with vLLM; `head` are the versions of the engine's head."""
 
     role: ClassVar[str] = "target"
 

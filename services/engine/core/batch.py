@@ -128,11 +128,7 @@ class Runner(ABC):
     def chain(
         self, batch: Batch, noise: Tensor | None, scale: float, stop: c_int32, target_ids: Tensor | None
     ) -> tuple[list[int], Tensor]:
-        """Feed a chain and the tokens that it leads to, see `Engine.chain`.
-
-        Args:
-            target_ids: int32 [logits of a row]: the token of each logit; None: all, in order.
-        """
+        """Feed a chain as `Engine.chain` does; `target_ids` [logits of a row] are the tokens, None: all."""
         raise NotImplementedError
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -244,12 +240,7 @@ def plan_batch(feeds: Sequence[SequenceInput], store: CacheStore, vocab_size: in
 
 
 def check_feed(feed: SequenceInput, cache: SessionCache | None, vocab_size: int, max_context: int) -> None:
-    """Validate a feed against the model and the session's cache.
-
-    Raises:
-        ValueError: It is malformed.
-        CacheGapError: It starts past the session's cache.
-    """
+    """Raise ValueError for a malformed feed, CacheGapError for one that starts past the session's cache."""
     count = len(feed.token_ids)
     if count == 0:
         raise ValueError(f"token_ids: session {feed.session_id!r} feeds no token, allowed: at least one")

@@ -96,11 +96,7 @@ class LayerInput:
 
 
 def attend(batch: Batch, layer: int, given: LayerInput, *, flash: bool = False) -> Tensor:
-    """Attend per session over its slots, after writing this layer's new keys and values there.
-
-    Returns:
-        [1, rows, num_heads, value_dim].
-    """
+    """Write a layer's new keys and values, and attend per session: [1, rows, num_heads, value_dim]."""
     num_heads, rows, value_dim = given.query.shape[1], given.query.shape[2], given.value.shape[3]
     output = given.query.new_zeros(rows, num_heads, value_dim)
     for index in range(len(batch.segments)):

@@ -100,13 +100,7 @@ def kernel_threads() -> int:
 
 
 def open_kernel(variant: str, cache_dir: str = "") -> Kernel:
-    """Find or compile one variant of the kernel.
-
-    Args:
-        variant: One of `usable_variants()`.
-        cache_dir: Folder of compiled kernels; empty: gammaray/kernel in the user's cache folder, which
-            XDG_CACHE_HOME names.
-    """
+    """Find or compile a kernel in a folder; "": gammaray/kernel in the cache folder, see XDG_CACHE_HOME."""
     try:
         return Kernel(declare(ctypes.CDLL(str(_library(variant, cache_dir)))), variant)
     except KernelBuildError as error:

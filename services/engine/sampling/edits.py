@@ -117,11 +117,7 @@ class LogitEdits:
                 self._grammar.state.truncate(max(0, self._num_tokens - self._prompt_length))
 
     def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """Compute the masks that the next `apply` for these paths needs, in any one thread.
-
-        Raises:
-            InvalidArgumentError: The grammar is too complex.
-        """
+        """Compute the next `apply`'s masks in any one thread; InvalidArgumentError for a complex grammar."""
         if self._grammar is not None:
             self._grammar.prepare(paths)
 

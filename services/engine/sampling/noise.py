@@ -202,11 +202,7 @@ class Noise:
 
 
 class _GumbelRows:
-    """Rows of one stream, computed in blocks of positions and cached up to a number of bytes.
-
-    Args:
-        compute: Returns `exponential` noise from the first position and the number of positions.
-    """
+    """Rows of one stream, from `compute(start, count)` in blocks of positions, which are cached."""
 
     def __init__(self, compute: Callable[[int, int], Tensor], vocab_size: int) -> None:
         self._compute = compute

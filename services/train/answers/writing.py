@@ -48,12 +48,7 @@ class _Running:
 
 
 class Writer:
-    """Generates the answers of jobs that are not stored yet and appends them to a store.
-
-    Args:
-        eos_token_ids: Tokens that end an answer or a user's turn.
-        passages: Where the texts of finished answers go.
-    """
+    """Generates the answers of jobs that are not stored yet; their texts become `passages`."""
 
     def __init__(
         self,
