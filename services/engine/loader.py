@@ -106,7 +106,7 @@ def _load(
 
 
 def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | None = None) -> Engine:
-    """Load a model with a worker's settings, else by the free memory; it raises what `load_engine` does."""
+    """Load a model with a worker's settings, or by the free memory; it raises what `load_engine` does."""
     engine = load_engine(
         path,
         device=settings.device,

@@ -9,7 +9,6 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
 from services.engines.interface import Served, target_model
-from services.learning.drafter import LearningDrafter
 from services.own.draft_scheduler import DraftScheduler
 from services.own.head_loading import check_local_drafter, load_learning_drafter, load_local_drafter
 from services.own.target_scheduler import TargetScheduler
@@ -42,8 +41,6 @@ class OwnEngine:
             head = load(settings, engine)
         grammars, ahead = Grammars(path, engine.vocab_size), settings.draft_ahead
         scheduler = TargetScheduler(engine, limits, grammars, head, draft_ahead=ahead)
-        if isinstance(head, LearningDrafter):
-            scheduler.meter.watch_first_tokens(head.versions.first_tokens)
         return Served(target_model(path, settings, self.facts, engine), scheduler)
 
     def load_draft(self, path: str, target: str, settings: DraftSettings, limits: Limits) -> Served:

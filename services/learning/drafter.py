@@ -24,7 +24,7 @@ class LearningDrafter(Learner[HeadDrafter], TargetHead):
 
     def __init__(self, taps: Sequence[int], versions: LoadedDrafters[HeadDrafter]) -> None:
         super().__init__(versions)
-        self.taps = taps
+        self.taps, self.first_tokens = taps, versions.first_tokens
 
     def take(self, session_id: str, start: int, states: Tensor) -> None:
         super().take(session_id, start, states)

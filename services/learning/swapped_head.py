@@ -7,7 +7,7 @@ of them, which costs acceptance only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from services.engine.core.shapes import check_token_map, check_weights
 from services.engine.core.tensor_files import read_tensor, tensor_names
 from services.learning.learner import Learner, check_head
 from services.learning.versions import LearningSession, LoadedDrafters, learn
-from services.scheduling.sessions import SessionCopy
+from services.speculation.fixed_head import FixedHead
 
 SPAN_S = 20.0
 """Seconds after which it is drawn again whether the candidate drafts."""
@@ -28,40 +28,6 @@ _PART = 256
 """Tokens of a session whose proposals are compared as one part."""
 
 _log = logging.getLogger(__name__)
-
-
-class FixedHead:
-    """A head that does not learn, or none: what a scheduler calls.
-
-    Attributes:
-        number: Of the version that drafts.
-        first_tokens: Counts of first tokens by arm and outcome, see `services.learning.versions`.
-    """
-
-    number = 0
-    first_tokens: Mapping[tuple[str, str], int] | None = None
-
-    def close(self) -> None:
-        """End what runs beside the sessions."""
-
-    def keeps(self, session_id: str) -> bool:
-        """Whether a session, which may begin here, is recorded when it ends."""
-        return False
-
-    def take(self, session_id: str, start: int, states: Tensor) -> None:
-        """Keep the states [positions, taps, hidden_size] of committed positions, from `start` on."""
-
-    def end(self, session: SessionCopy) -> None:
-        """Forget a session."""
-
-    def forget(self, session_id: str) -> None:
-        """Delete what was recorded of a session."""
-
-    def take_turns(self, now_s: float) -> None:
-        """Let the version draft whose turn it is at a time."""
-
-    def count(self, number: int, session_id: str, position: int, is_accepted: bool) -> None:
-        """Count a version's proposal of a session's token at a position, and whether it was accepted."""
 
 
 class SwappedHead(Learner[str], FixedHead):

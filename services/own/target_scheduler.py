@@ -77,6 +77,8 @@ class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
         self._is_tapped = len(self._head.taps) > 0
         if self._is_tapped:
             engine.tap(self._head.taps)
+        if self._head.first_tokens is not None:
+            self.meter.watch_first_tokens(self._head.first_tokens)
         self._masks = MaskThreads()
 
     @property

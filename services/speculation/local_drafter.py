@@ -10,7 +10,7 @@ and asks for it. `prepare` drafts in that time; `draft` then reads what is there
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_int32
 from dataclasses import replace
 
@@ -40,9 +40,10 @@ _TOP_K, _WEIGHT_BITS = 64, 24
 
 
 class TargetHead:
-    """What drafts in a target worker, by the target's states at `taps`; this base class proposes nothing."""
+    """What drafts in a target worker for its sessions; this base class stands for none and proposes nothing."""
 
-    taps: Sequence[int] = ()
+    taps: Sequence[int] = ()  # the target's hidden states that `take` expects, by the ids of `Engine.tap`
+    first_tokens: Mapping[tuple[str, str], int] | None = None  # by arm and outcome, of a head that learns
 
     def close(self) -> None:
         """End what runs beside the sessions."""

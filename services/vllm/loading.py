@@ -14,10 +14,11 @@ from gammaray.demo_pair import early_exit_layers, resolve_model
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.drafter import is_ordinary
 from services.heads.loading import names_head
-from services.learning.swapped_head import FixedHead, check_swapped, swapped_head
+from services.learning.swapped_head import check_swapped, swapped_head
 from services.process.fingerprints import check_drafter, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
+from services.speculation.fixed_head import FixedHead
 from services.speculation.outcomes import AHEAD_ROWS
 from services.streaming.messages import Model
 from services.vllm.draft_scheduler import VllmDraftScheduler

@@ -22,12 +22,12 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import PromptLogprobs, Proposal
 from services.engine.core.errors import EngineLostError
 from services.engine.sampling.edits import row_paths
-from services.learning.swapped_head import FixedHead
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MaskThreads, wait_for_any, wait_for_masks
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import Reply, SessionSpec, VerifyTask
+from services.speculation.fixed_head import FixedHead
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import Drafted, Masks, PostedBlock, first_tokens
 from services.vllm.request_queue import RequestQueue, RequestWork, salt_of

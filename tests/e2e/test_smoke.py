@@ -37,7 +37,7 @@ from tests.support.cluster.takeover_helpers import (
     two_orchestrators,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 PROMPT = "def read_lines(path):\n"
 MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
@@ -209,15 +209,12 @@ def test_stream_survives_the_loss_of_the_draft_worker_which_is_replaced(smoke):
         assert eventually(is_replaced, RECOVERY_S)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize(
     ("number", "path", "prompt"),
     [
         pytest.param(signal.SIGKILL, "/v1/completions", {"prompt": PROMPT}, id="killed"),
-        pytest.param(
-            *(signal.SIGTERM, "/v1/chat/completions", {"messages": MESSAGES}),
-            id="stopped",
-            marks=pytest.mark.kills,
-        ),
+        pytest.param(signal.SIGTERM, "/v1/chat/completions", {"messages": MESSAGES}, id="stopped"),
     ],
 )
 async def test_streams_survive_the_loss_of_every_orchestrator(smoke, receipt_keys, number, path, prompt):

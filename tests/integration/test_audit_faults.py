@@ -13,15 +13,13 @@ from tests.support.workers.service_helpers import running
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 OTHERS = [name for name in CHECKS if name not in ("law", "independence")]
-MAX_TOKENS = {"temperature 5 % too low": 20_000, "2 % of tokens are the most likely ones": 100_000}
-
 TOGETHER = (
     ("top_p ignored", "seed ignored", "usage counts one more", "bias ignored", "schema ignored"),
     ("top_k ignored", "choices equal", "min_tokens ignored", "streams lose a piece", "penalties ignored"),
     ("logprob 0.0", "one token too many", "stop ignored"),
     ("greedy at temperature 0.3", "min_p ignored"),
 )
-"""Every fault but those of the law, several to an audit: one takes 15 s, most of it for honest answers."""
+"""Every fault, several to an audit: one takes 15 s, most of it for honest answers."""
 
 
 async def audited(url, names, max_tokens=60_000):
@@ -40,8 +38,7 @@ def statuses(subject):
 
 
 def test_every_fault_is_planted():
-    planted = sorted([*MAX_TOKENS, *(name for names in TOGETHER for name in names)])
-    assert planted == sorted(FAULTS)
+    assert sorted(name for names in TOGETHER for name in names) == sorted(FAULTS)
 
 
 @pytest.mark.timeout(900)
@@ -67,12 +64,3 @@ async def test_faults_are_found_by_their_own_checks_alone(redis_server, workers,
     for check in failed:
         assert subject.findings[check].requests <= 200
         assert "curl -sS " in subject.findings[check].result.curl
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", MAX_TOKENS)
-async def test_wrong_law_is_found_within_its_budget(redis_server, workers, name):
-    async with running(redis_server, *workers) as orchestrator, listening(create_app(orchestrator)) as url:
-        async with Proxy(url, [FAULTS[name]]).running() as proxied:
-            subject = await audited(proxied, ["law"], MAX_TOKENS[name])
-    assert statuses(subject) == {"law": Status.FAILED}

@@ -202,8 +202,6 @@ def _other_seed(body: Body) -> None:
 
 
 FAULTS = {
-    "temperature 5 % too low": Fault("law", _colder),
-    "2 % of tokens are the most likely ones": Fault("law", changed("temperature", lambda t: 0.0), share=0.02),
     "top_p ignored": Fault("top-p", without("top_p")),
     "top_k ignored": Fault("top-k", without("top_k")),
     "min_p ignored": Fault("min-p", without("min_p")),
@@ -319,6 +317,8 @@ MATRIX = {
     "schema's maximum ignored": Fault("json-schema", _looser_schema),
     "every sixth JSON cut": Fault("json-schema", answer=_truncated_json),
     "end of the prompt before the text in streams": Fault("stream", answer=_echoed, where=streamed),
+    "temperature 5 % too low": Fault("law", _colder),
+    "2 % of tokens are the most likely ones": Fault("law", changed("temperature", lambda t: 0.0), share=0.02),
     "temperature 0.9 of prompts over 40 characters": Fault(
         "law",
         lambda body: body.update(temperature=body["temperature"] * (1 - 0.1 * (len(body["prompt"]) > 40))),

@@ -128,7 +128,7 @@ class Runner(ABC):
     def chain(
         self, batch: Batch, noise: Tensor | None, scale: float, stop: c_int32, target_ids: Tensor | None
     ) -> tuple[list[int], Tensor]:
-        """Feed a chain as `Engine.chain` does; `target_ids` [logits of a row] are the tokens, None: all."""
+        """Feed a chain, see `Engine.chain`; `target_ids`: int32 tokens of a row's logits, None: in order."""
         raise NotImplementedError
 
     def fuse(self, states: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ class CacheStore:
         return [self._sessions[session_id] for session_id in wanted]
 
     def has_room(self, session_id: str, num_slots: int, num_retained: int = 0) -> bool:
-        """Whether the session can have the slots without evicting others, or this many retained slots."""
+        """Whether a session can have the slots without evicting others or `num_retained` retained slots."""
         session = self._sessions.get(session_id)
         capacity = 0 if session is None else session.capacity
         missing = max(0, _round_up(num_slots, BLOCK) - capacity)

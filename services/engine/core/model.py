@@ -176,7 +176,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def torch_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that a setting names; InvalidArgumentError if a device does not compute in it."""
+    """Return the dtype that a setting names; InvalidArgumentError if there is none on the device."""
     capability = device_capability(device)
     lacks_bfloat16 = capability is not None and capability < _BFLOAT16_CAPABILITY
     if name == "auto":

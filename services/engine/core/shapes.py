@@ -133,7 +133,7 @@ def _is_number(value: Any) -> bool:
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel | None:
-    """Return the module of a configuration, with parameters without values; None if transformers has none."""
+    """Return the module of a configuration, with shapes but no values; None if transformers has none."""
     try:
         with torch.device("meta"), no_init_weights():
             module: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ def checkpoint_folder(name: str) -> Path | None:
 
 
 def tensor_names(folder: Path) -> list[str]:
-    """Return the names of a directory's safetensors; UnsupportedModelError if a file is damaged."""
+    """Return a directory's tensor names in safetensors; UnsupportedModelError if a file is damaged."""
     if (folder / _WEIGHTS).is_file():
         with _opened(folder, folder / _WEIGHTS) as file:
             return list(file.keys())
@@ -57,7 +57,7 @@ def tensor_types(folder: Path) -> dict[str, str]:
 
 
 def read_tensor(name: str, folder: Path, key: str) -> Tensor:
-    """Return a tensor from its file, fetched from the hub; UnsupportedModelError if that is damaged."""
+    """Return a tensor, from the hub if need be; UnsupportedModelError if its file is missing or damaged."""
     path = _file_of(folder, key)
     if not Path(name).is_dir():
         cached_file(name, path.name)

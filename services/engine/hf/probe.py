@@ -54,7 +54,7 @@ def handling(handler: LayerCall) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_model(loaded: LoadedModel) -> ModelLayout:
-    """Switch a model to the engine's attention; UnsupportedModelError if a layer does not call it."""
+    """Switch a model to our attention; UnsupportedModelError unless each layer calls it as expected."""
     calls: list[_Call] = []
 
     def record(module: nn.Module, given: LayerInput, arguments: dict[str, Any]) -> Tensor:
@@ -99,8 +99,8 @@ def _check_calls(loaded: LoadedModel, calls: list[_Call]) -> None:
             raise UnsupportedModelError(loaded.name, f"layer {layer} attends in both directions")
         expected = _has_window(loaded, layer)
         if expected != (call.window is not None):
-            said = f"layer {layer} {'slides' if expected else 'does not slide'} by its configuration"
-            reason = f"{said}, but its attention is called with window {call.window}"
+            setting = f"layer {layer} {'slides' if expected else 'does not slide'} by its configuration"
+            reason = f"{setting}, but its attention is called with window {call.window}"
             raise UnsupportedModelError(loaded.name, reason)
 
 

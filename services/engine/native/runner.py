@@ -118,8 +118,8 @@ class NativeRunner(Runner):
 
 
 def _paths(batch: Batch) -> tuple[list[int], list[int], list[int]]:
-    """Return each row's number of positions in the slots of the same number, where in the third list its
-    further slots begin, and those slots."""
+    # Per row: how many of its positions are in the slots of the same number, and where in `path` its further
+    # slots begin.
     num_chain, offsets, path = list[int](), list[int](), list[int]()
     for segment in batch.segments:
         num_nodes = len(segment.parents or ())

@@ -255,8 +255,7 @@ class _Bias:
 
 
 class _Penalties:
-    """Which tokens the prompt contains, and how often the output contains each: a column per token that
-    occurred, in order of the ids; if many did, per token of the vocabulary, and `_token_ids` is None."""
+    """Penalties, which tokens the prompt contains, and how often the output contains each."""
 
     def __init__(
         self, params: SamplingParams, prompt_length: int, vocab_size: int, device: torch.device | str
@@ -270,6 +269,7 @@ class _Penalties:
     def _clear(self) -> None:
         self._num_prompt = 0
         self._output: list[int] = []
+        # One column per token that occurred, in order of the ids; None if many did: one per token.
         self._token_ids: NDArray[np.int64] | None = np.empty(0, np.int64)
         self._in_prompt = np.empty(0, np.bool_)
         self._counts = np.empty(0, np.float32)

@@ -17,6 +17,8 @@ from services.train.answers.store import Sequence
 from services.train.batches import build_batch
 from services.train.head import TrainableHead
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = (
     "{% for m in messages %}{{ 'def ' + m['role'] + '(x):' + m['content'] + '\nraise\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'def assistant(x):' }}{% endif %}"
@@ -115,7 +117,6 @@ def test_a_window_has_the_states_and_labels_of_its_part(target):
     assert whole.labels[kept][order].equal(part.labels[other])
 
 
-@pytest.mark.slow
 def test_training_raises_what_is_measured(target):
     _, talks = written(target)
     teacher = Teacher(target, TAPS)
@@ -130,7 +131,6 @@ def test_training_raises_what_is_measured(target):
     assert after["greedy"][0] > before["greedy"][0]
 
 
-@pytest.mark.slow
 def test_the_program_writes_a_head_that_it_trains_further(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "target"
     shutil.copytree(TARGET_DIR, folder)

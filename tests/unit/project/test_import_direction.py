@@ -21,6 +21,7 @@ FLOORS = {
     "gammaray": 1,
     "gammaray/grammar": 2,
     "gammaray/maths": 2,
+    "gammaray/program": 2,
     "gammaray/security": 2,
     "gammaray/telemetry": 2,
     "gammaray/wire": 2,
@@ -28,7 +29,6 @@ FLOORS = {
     "gammaray/deploy": 3,
     "gammaray/learning": 3,
     "gammaray/receipts": 3,
-    "gammaray/program": 3,
     "gammaray/bench": 4,
     "gammaray/cli": 4,
     "gammaray/audit": 5,
@@ -110,6 +110,11 @@ PACKAGES = {
     ("gammaray/audit",): {"gammaray/cli/commands/audit.py"},
     ("services/train", "services/train/answers", "services/train/live"): set(),
     ("services/vllm",): {"services/engines/vllm.py"},
+    ("gammaray/learning", "services/learning", "services/train/live"): {
+        "gammaray/cli/commands/train.py",
+        "services/own/head_loading.py",
+        "services/vllm/loading.py",
+    },
 }
 """Rooms that could be packages of their own -> the only files of the others that import them: the way in."""
 

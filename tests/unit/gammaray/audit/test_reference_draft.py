@@ -65,6 +65,7 @@ async def result(share, *, knows_drafter=True, **lacking):
             await subject.close()
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 async def test_known_drafter_is_found_sooner():
     blind, knowing = await result(0.08, knows_drafter=False), await result(0.08)
@@ -73,6 +74,7 @@ async def test_known_drafter_is_found_sooner():
     assert knowing.evidence["tokens"] < blind.evidence["tokens"] / 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 async def test_honest_server_raises_no_alarm_against_its_drafter():
     found = await result(0.0)

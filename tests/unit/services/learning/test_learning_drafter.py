@@ -155,6 +155,7 @@ def cut_some(paths):
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
 
 
+@pytest.mark.slow
 def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, untrained, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
     monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
@@ -184,6 +185,7 @@ def test_training_from_a_cut_draft_model_is_refused(tmp_path, target):
         drafter.start_from(str(cut.parent), str(target))
 
 
+@pytest.mark.slow
 def test_full_disk_delays_a_version(tmp_path, target, untrained, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
     monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)
@@ -224,6 +226,7 @@ def test_streams_deleted_during_a_round_are_not_trained_on_from_then_on(tmp_path
     assert all(paths == set(sorted(first)[6:]) for paths in later)
 
 
+@pytest.mark.slow
 def test_tenants_train_apart_and_not_after_they_withdrew(tmp_path, target, untrained, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 300)
     monkeypatch.setattr("services.train.live.trainer.RATE", 3e-3)

@@ -57,6 +57,7 @@ def learn(path, target, drafter, streams):
     return found
 
 
+@pytest.mark.slow
 def test_a_secret_of_one_tenant_changes_nothing_for_another(tmp_path, target):
     drafter = new_head(tmp_path / "drafter", target)
     others = [stream(seed) for seed in range(12)]
@@ -68,6 +69,7 @@ def test_a_secret_of_one_tenant_changes_nothing_for_another(tmp_path, target):
     assert all(weights[0][key].equal(weights[1][key]) for key in weights[1])
 
 
+@pytest.mark.slow
 def test_training_on_deleted_streams_does_not_go_on_after_its_tenant_agreed_again(
     tmp_path, target, monkeypatch
 ):

@@ -74,6 +74,7 @@ def test_drafter_that_cannot_be_trained_ends_with_that_status(tmp_path):
     assert str(head) in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_it_in_the_middle_of_a_step(tmp_path, number):
     code = """

@@ -163,6 +163,7 @@ def test_sampled_drafts_are_lossless(method, gamma, drafter):
         assert_lossless(target, mixed(parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["masked", "free"])
 @pytest.mark.parametrize("method", [REJECTION, BLOCK], ids=["rejection", "block"])
 def test_sampled_drafts_that_were_cut_are_lossless(method, drafter):

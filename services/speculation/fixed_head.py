@@ -1,0 +1,38 @@
+"""The head of an engine that drafts by itself, as schedulers call it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from services.scheduling.sessions import SessionCopy
+
+
+class FixedHead:
+    """A head that does not learn, or none: what a scheduler calls."""
+
+    number = 0  # of the version that drafts
+    first_tokens: Mapping[tuple[str, str], int] | None = None  # counts by arm and outcome
+
+    def close(self) -> None:
+        """End what runs beside the sessions."""
+
+    def keeps(self, session_id: str) -> bool:
+        """Whether a session, which may begin here, is recorded when it ends."""
+        return False
+
+    def take(self, session_id: str, start: int, states: Tensor) -> None:
+        """Keep the states [positions, taps, hidden_size] of committed positions, from `start` on."""
+
+    def end(self, session: SessionCopy) -> None:
+        """Forget a session."""
+
+    def forget(self, session_id: str) -> None:
+        """Delete what was recorded of a session."""
+
+    def take_turns(self, now_s: float) -> None:
+        """Let the version draft whose turn it is at a time."""
+
+    def count(self, number: int, session_id: str, position: int, is_accepted: bool) -> None:
+        """Count a version's proposal of a session's token at a position, and whether it was accepted."""
