@@ -112,7 +112,7 @@ class Recorder:
         buffer: Buffer,
         is_allowed: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Write an ended session's stream, unless too many wait; consents are asked before and after that."""
+        """Write an ended session's stream, unless too many wait; `is_allowed` is asked before and after."""
         if self._waiting.qsize() >= _WAITING:
             _log.warning("the disk is too slow: a stream is not learnt from")
             return

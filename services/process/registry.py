@@ -36,7 +36,7 @@ class Announcer:
         self._is_reachable = True
 
     async def start(self) -> None:
-        """Announce the worker from now on; InvalidArgumentError for an unsupported server."""
+        """Announce the worker from now on; InvalidArgumentError for a Redis that is not supported."""
         await self._refresh()
         if self._is_reachable:
             await check_server(self._redis, self._url)

@@ -40,7 +40,7 @@ _TOP_K, _WEIGHT_BITS = 64, 24
 
 
 class TargetHead:
-    """What drafts in a target worker for its sessions; this base class stands for none and proposes nothing."""
+    """What drafts in a target worker for its sessions; this base class proposes nothing."""
 
     taps: Sequence[int] = ()  # the target's hidden states that `take` expects, by the ids of `Engine.tap`
     first_tokens: Mapping[tuple[str, str], int] | None = None  # by arm and outcome, of a head that learns

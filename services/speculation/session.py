@@ -114,7 +114,7 @@ class Speculation:
             self._tested, self._is_rejected = sent.tested(tokens)
 
     def _learn(self) -> None:
-        # It takes effect from the next proposal but one: a proposal prepared during verification must equal
+        # The outcome counts from the next proposal but one: a proposal prepared during verification must equal
         # the one that would be drafted after it, or its content would depend on whether it was prepared.
         if self._tested:
             confidences = [prediction.confidence(base) for prediction, base in self._tested]

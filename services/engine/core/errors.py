@@ -32,7 +32,7 @@ class InvalidModelError(UnsupportedModelError):
 
 
 class CacheGapError(FailedPreconditionError):
-    """A feed starts past a session's `length` cached tokens (0 if unknown); those from there on come first."""
+    """A feed starts past the `length` cached tokens of a session (0 if unknown), which come first."""
 
     def __init__(self, session_id: str, length: int) -> None:
         self.session_id, self.length = session_id, length

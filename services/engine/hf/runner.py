@@ -28,7 +28,7 @@ class TransformersRunner(Runner):
     """
 
     def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, batched: bool | None = None) -> None:
-        self._loaded, self._layout = loaded, layout
+        self._loaded, self._layout, self._device = loaded, layout, loaded.device
         self._batched = loaded.device.type != "cpu" if batched is None else batched
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.module.forward).parameters
 
@@ -41,7 +41,7 @@ class TransformersRunner(Runner):
         return self._tap_points if isinstance(self._tap_points, str) else ""
 
     def forward(self, batch: Batch) -> Tensor:
-        rows, device, layout = batch.logit_rows, self._loaded.device, self._layout
+        rows, device, layout = batch.logit_rows, self._device, self._layout
         wanted = None if rows is None else torch.tensor(rows, dtype=torch.long, device=device)
         arguments = {"logits_to_keep": wanted} if self._keeps_rows and wanted is not None else {}
         step = None
