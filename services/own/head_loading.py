@@ -54,7 +54,7 @@ def check_local_drafter(settings: TargetSettings) -> None:
 
 
 def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter:
-    """Load the checked head or draft model that settings name; UnsupportedModelError if a tensor rules it out."""
+    """Load the checked head or draft model that settings name; UnsupportedModelError if that fails."""
     target, name = _names(settings)
     if not names_head(name):
         return _load_draft_model(settings, name, target, engine)

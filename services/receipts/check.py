@@ -272,7 +272,7 @@ class _Pass:
         return False
 
     def _can_win(self, logits: Tensor, at: int) -> bool:
-        """Whether the token at a position is the argmax of `logits` [1, vocab] after small changes, made here."""
+        """Whether the token at a position is the argmax after small changes, made to `logits` [1, vocab]."""
         token, lowered = self._tokens[at], set[int | None]()
         logits[0, token] += self._half
         while True:

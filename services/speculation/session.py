@@ -114,8 +114,8 @@ class Speculation:
             self._tested, self._is_rejected = sent.tested(tokens)
 
     def _learn(self) -> None:
-        # The outcome counts from the next proposal but one: a proposal prepared during verification must equal
-        # the one that would be drafted after it, or its content would depend on whether it was prepared.
+        # It counts from the next proposal but one: a proposal prepared during verification must equal the one
+        # that would be drafted after it, or its content would depend on whether it was prepared.
         if self._tested:
             confidences = [prediction.confidence(base) for prediction, base in self._tested]
             self._calibration.observe(confidences, is_rejected=self._is_rejected)
