@@ -50,12 +50,12 @@ def convert(path: str, directory: Path) -> None:
         module.generation_config.eos_token_id = sorted(ends)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
-        made = Path(scratch) / directory.name
-        module.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        for written in made.iterdir():
-            written.chmod(0o644)  # weights are written for their owner only; a container has another user
-        made.rename(directory)
+        folder = Path(scratch) / directory.name
+        module.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for file in folder.iterdir():
+            file.chmod(0o644)  # weights are written for their owner only; a container has another user
+        folder.rename(directory)
 
 
 def _reader(path: str) -> Any:

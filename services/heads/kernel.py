@@ -40,12 +40,12 @@ class KernelMap:
 
     def __call__(self, rows: Tensor) -> Tensor:
         rows = rows.contiguous()
-        made = torch.empty(len(rows), self._size)
+        images = torch.empty(len(rows), self._size)
         matrix = byref(self._matrix)
         scratch = torch.empty(self._library.gr_map_scratch_size(matrix, len(rows)))
-        places = rows.data_ptr(), made.data_ptr(), scratch.data_ptr()
+        places = rows.data_ptr(), images.data_ptr(), scratch.data_ptr()
         self._library.gr_map(matrix, len(rows), *places, kernel_threads())
-        return made
+        return images
 
 
 class HeadKernelRunner(NativeRunner):

@@ -196,11 +196,11 @@ def _forget(folder: Path, session_id: str) -> None:
             stream.path.unlink(missing_ok=True)
 
 
-def _paced(work: Iterable[T]) -> Iterator[T]:
+def _paced(items: Iterable[T]) -> Iterator[T]:
     """Yield from what takes long, and let other threads run between short pieces of it."""
     ends = time.perf_counter() + _PIECE_S
-    for one in work:
-        yield one
+    for item in items:
+        yield item
         if time.perf_counter() > ends:
             time.sleep(_PAUSE_S)
             ends = time.perf_counter() + _PIECE_S

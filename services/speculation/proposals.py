@@ -158,8 +158,8 @@ class ProposalBuilder:
         guesses = prediction.guesses(base if is_tested else None)
         if self._power == 1.0:
             return list(guesses)
-        own, (sure, unsure) = prediction.choose(base), scales(prediction.confidence(base), self._power)
-        return [(token_id, share * (sure if token_id == own else unsure)) for token_id, share in guesses]
+        choice, (sure, unsure) = prediction.choose(base), scales(prediction.confidence(base), self._power)
+        return [(token_id, share * (sure if token_id == choice else unsure)) for token_id, share in guesses]
 
     def _reached(self) -> list[float]:
         """The probability that the target reaches the root and each node."""

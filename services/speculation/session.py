@@ -274,11 +274,11 @@ class Speculation:
         path = _path(node)
         if not self._predictor.counts_tokens:
             return self._predictor.predict(logits, positions, lambda: [path] * len(positions))
-        made: list[Prediction] = []
+        predictions: list[Prediction] = []
         for row, position in zip(logits, positions, strict=True):
-            made += self._predictor.predict(row[None], [position], lambda: [path])
-            path.append(made[-1].choose(node.position + 1))  # the draft's own choices count, too
-        return made
+            predictions += self._predictor.predict(row[None], [position], lambda: [path])
+            path.append(predictions[-1].choose(node.position + 1))  # the draft's own choices count, too
+        return predictions
 
     def _note_fed(self, nodes: Sequence[Node]) -> None:
         if nodes[0] is self.tree.root:
@@ -288,8 +288,8 @@ class Speculation:
 
     def _predict_after(self, nodes: Sequence[Node], logits: Tensor) -> None:
         positions = [node.position + 1 for node in nodes]
-        made = self._predictor.predict(logits, positions, lambda: map(_path, nodes))
-        for node, prediction in zip(nodes, made, strict=True):
+        predictions = self._predictor.predict(logits, positions, lambda: map(_path, nodes))
+        for node, prediction in zip(nodes, predictions, strict=True):
             node.prediction = prediction
 
 

@@ -74,8 +74,8 @@ def _predictions(drafter: Trainable, sequence: Sequence) -> Iterator[tuple[int, 
     batch = drafter.batch([sequence], drafter.depth).to(device)
     with mixed_precision(device):
         logs = drafter(batch)
-    wanted, found = drafter.common(batch, logs)
-    shares = torch.stack([share(wanted, found) for share in _SHARES.values()], -1)
+    wanted, drafted = drafter.common(batch, logs)
+    shares = torch.stack([share(wanted, drafted) for share in _SHARES.values()], -1)
     hits = drafter.target_ids[logs.argmax(-1)] == batch.labels
     places = zip(batch.place.tolist(), shares.tolist(), hits.tolist(), strict=True)
     for (_, anchor, depth), measures, hit in places:

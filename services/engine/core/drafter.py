@@ -153,12 +153,12 @@ def _assembled(
     weights = _stored(name, folder, described)
     d2t, _, mask = (weights.pop(key, None) for key in _EXTRA)
     target_ids = check_token_map(name, getattr(config, "draft_vocab_size", None), vocab_size, d2t)
-    own, head = input_names(described)[0], output_names(described)[0]
-    shape = expected.pop(own).shape
-    embedding = weights.pop(own, None)
+    input_name, head = input_names(described)[0], output_names(described)[0]
+    shape = expected.pop(input_name).shape
+    embedding = weights.pop(input_name, None)
     if embedding is None:
         embedding = target_tensor(name, target, "embedding")
-    check_weights(name, {own: torch.empty(shape, device="meta")}, {own: embedding})
+    check_weights(name, {input_name: torch.empty(shape, device="meta")}, {input_name: embedding})
     has_head = head in weights
     if target_ids is not None:
         expected[head] = torch.empty(len(target_ids), expected[head].shape[1], device="meta")
@@ -189,7 +189,7 @@ def _stored(name: str, folder: Path, module: PreTrainedModel) -> dict[str, Tenso
     names = stored_as(module, tensor_names(folder))
     if len(set(names.values())) < len(names):
         raise UnsupportedModelError(name, "its weights are stored in parts, which such drafters cannot be")
-    return {own: read_tensor(name, folder, key) for key, own in names.items()}
+    return {parameter: read_tensor(name, folder, key) for key, parameter in names.items()}
 
 
 def target_tensor(name: str, target: str, what: str) -> Tensor:
@@ -208,9 +208,9 @@ def target_tensor(name: str, target: str, what: str) -> Tensor:
     folder, module = checkpoint_folder(target), skeleton(load_config(target))
     if folder is None or module is None:
         raise InvalidArgumentError("target", target, allowed)
-    own_names = {"embedding": input_names, "output matrix": output_names}
-    stored = {own: key for key, own in stored_as(module, tensor_names(folder)).items()}
-    for own in own_names[what](module):
-        if own in stored:
-            return read_tensor(target, folder, stored[own])
+    names_of = {"embedding": input_names, "output matrix": output_names}
+    stored = {parameter: key for key, parameter in stored_as(module, tensor_names(folder)).items()}
+    for parameter in names_of[what](module):
+        if parameter in stored:
+            return read_tensor(target, folder, stored[parameter])
     raise InvalidArgumentError("target", target, allowed)

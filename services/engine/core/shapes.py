@@ -145,13 +145,13 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel | None:
 def stored_as(module: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Return the module's name of each tensor of a checkpoint, as transformers maps them when it loads it."""
     transforms = get_model_conversion_mapping(module)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    own = module.state_dict()
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    weights = module.state_dict()
     mapped = {}
     for key in keys:
-        renamed, _ = rename_source_key(key, renamings, converters, module.base_model_prefix, own)
-        mapped[key] = key if renamed not in own and key in own else renamed
+        renamed, _ = rename_source_key(key, renamings, converters, module.base_model_prefix, weights)
+        mapped[key] = key if renamed not in weights and key in weights else renamed
     return mapped
 
 
@@ -172,8 +172,8 @@ def _output(module: PreTrainedModel) -> nn.Module | None:
     return output
 
 
-def _names_of(module: nn.Module, part: nn.Module | None) -> list[str]:
-    return [f"{name}.weight" for name, one in module.named_modules() if one is part]
+def _names_of(root: nn.Module, part: nn.Module | None) -> list[str]:
+    return [f"{name}.weight" for name, module in root.named_modules() if module is part]
 
 
 def check_size(name: str, module: PreTrainedModel | None, num_bytes: int) -> None:
@@ -247,8 +247,8 @@ def check_types(name: str, module: PreTrainedModel | None, types: Mapping[str, s
     if module is None or all(_is_float(kind) for kind in types.values()):
         return
     parameters = {key for key, _ in module.named_parameters()}
-    for key, own in stored_as(module, types).items():
-        if own in parameters and not _is_float(types[key]):
+    for key, parameter in stored_as(module, types).items():
+        if parameter in parameters and not _is_float(types[key]):
             raise _invalid(name, key, f"numbers of type {types[key]}", _FLOATING)
 
 

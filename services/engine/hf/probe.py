@@ -57,10 +57,10 @@ def probe_model(loaded: LoadedModel) -> ModelLayout:
     """Switch a model to our attention; UnsupportedModelError unless each layer calls it as expected."""
     calls: list[_Call] = []
 
-    def record(module: nn.Module, given: LayerInput, arguments: dict[str, Any]) -> Tensor:
-        key, value, query = given.key, given.value, given.query
+    def record(module: nn.Module, inputs: LayerInput, arguments: dict[str, Any]) -> Tensor:
+        key, value, query = inputs.key, inputs.value, inputs.query
         dim = key.shape[3] + value.shape[3]
-        calls.append(_Call(module, key.shape[1], dim, given.window, unknown_arguments(arguments)))
+        calls.append(_Call(module, key.shape[1], dim, inputs.window, unknown_arguments(arguments)))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     loaded.module.set_attn_implementation(ATTENTION_NAME)

@@ -48,11 +48,11 @@ class TransformersRunner(Runner):
         if self._batched and len(batch.segments) > 1:
             step = StepAttention(batch, layout.num_layers, layout.kv_heads, layout.kv_dim)
 
-        def handler(module: nn.Module, given: LayerInput, _: dict[str, Any]) -> Tensor:
+        def handler(module: nn.Module, inputs: LayerInput, _: dict[str, Any]) -> Tensor:
             layer = layout.layer_of[id(module)]
             if step is not None:
-                return step.attend(layer, given)
-            return attend(batch, layer, given, flash=self._batched)
+                return step.attend(layer, inputs)
+            return attend(batch, layer, inputs, flash=self._batched)
 
         with handling(handler), self._recording(batch):
             output = self._loaded.module(

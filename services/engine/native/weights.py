@@ -117,28 +117,28 @@ def build_native(
 
 def check_layout(name: str, model: NativeModel) -> None:
     """Raise InvalidModelError if the kernel would divide by zero or read past a matrix."""
-    made = model.weights
+    weights = model.weights
     sizes = {
-        "hidden_size": made.hidden,
-        "intermediate_size": made.intermediate,
-        "num_attention_heads": made.heads,
-        "num_key_value_heads": made.kv_heads,
-        "num_hidden_layers": made.layers,
+        "hidden_size": weights.hidden,
+        "intermediate_size": weights.intermediate,
+        "num_attention_heads": weights.heads,
+        "num_key_value_heads": weights.kv_heads,
+        "num_hidden_layers": weights.layers,
     }
-    check_fields(name, {**sizes, "scaling": made.scaling})
-    check_head_dim(name, made.head_dim)
-    check_rotary(name, model.rotary, made.head_dim)
-    mixed = made.heads * made.head_dim
-    projected = mixed + 2 * made.kv_heads * made.head_dim
-    entering = made.hidden * (2 if made.is_head else 1)
-    matrices = [("head", made.head, made.head.outputs, made.hidden)]
-    for number in range(made.layers):
-        layer = made.layer[number]
+    check_fields(name, {**sizes, "scaling": weights.scaling})
+    check_head_dim(name, weights.head_dim)
+    check_rotary(name, model.rotary, weights.head_dim)
+    mixed = weights.heads * weights.head_dim
+    projected = mixed + 2 * weights.kv_heads * weights.head_dim
+    entering = weights.hidden * (2 if weights.is_head else 1)
+    matrices = [("head", weights.head, weights.head.outputs, weights.hidden)]
+    for number in range(weights.layers):
+        layer = weights.layer[number]
         matrices += [
             (f"layer {number}: query, key, value", layer.qkv, projected, entering),
-            (f"layer {number}: output", layer.out, made.hidden, mixed),
-            (f"layer {number}: gate, up", layer.gate_up, 2 * made.intermediate, made.hidden),
-            (f"layer {number}: down", layer.down, made.hidden, made.intermediate),
+            (f"layer {number}: output", layer.out, weights.hidden, mixed),
+            (f"layer {number}: gate, up", layer.gate_up, 2 * weights.intermediate, weights.hidden),
+            (f"layer {number}: down", layer.down, weights.hidden, weights.intermediate),
         ]
     for part, matrix, outputs, inputs in matrices:
         got = [matrix.outputs, matrix.inputs]

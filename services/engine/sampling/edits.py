@@ -339,12 +339,12 @@ class _Penalties:
         columns = np.fromiter(chain.from_iterable(paths), np.int64, total)
         rows = np.repeat(np.arange(len(paths)), lengths)
         if token_ids is not None:
-            found, inverse = np.unique(columns, return_inverse=True)
-            places, is_new = _places(token_ids, found)
+            distinct, inverse = np.unique(columns, return_inverse=True)
+            places, is_new = _places(token_ids, distinct)
             num_new = int(is_new.sum())
             places[is_new] = len(token_ids) + np.arange(num_new)
             columns = places[inverse]
-            token_ids = np.concatenate([token_ids, found[is_new]])
+            token_ids = np.concatenate([token_ids, distinct[is_new]])
             counts = np.concatenate([counts, np.zeros(num_new, np.float32)])
             factors = np.concatenate([factors, np.ones(num_new, np.float32)])
         counts, factors = np.tile(counts, (len(paths), 1)), np.tile(factors, (len(paths), 1))
@@ -355,21 +355,21 @@ class _Penalties:
 
     def _columns(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the columns of the distinct tokens, creating missing ones, and how often each occurs."""
-        found, amounts = np.unique(_array(tokens), return_counts=True)
+        distinct, amounts = np.unique(_array(tokens), return_counts=True)
         if self._token_ids is None:
-            return found, amounts
-        places, is_new = _places(self._token_ids, found)
+            return distinct, amounts
+        places, is_new = _places(self._token_ids, distinct)
         if not is_new.any():
             return places, amounts
         at = places[is_new]
-        self._token_ids = np.insert(self._token_ids, at, found[is_new])
+        self._token_ids = np.insert(self._token_ids, at, distinct[is_new])
         self._in_prompt = np.insert(self._in_prompt, at, False)
         self._counts = np.insert(self._counts, at, 0)
         self._factors = np.insert(self._factors, at, 1)
         if len(self._token_ids) <= self._vocab_size * _WIDE_SHARE:
-            return np.searchsorted(self._token_ids, found), amounts
+            return np.searchsorted(self._token_ids, distinct), amounts
         self._widen(self._token_ids)
-        return found, amounts
+        return distinct, amounts
 
     def _widen(self, token_ids: NDArray[np.int64]) -> None:
         """Switch to a column per token of the vocabulary."""
@@ -383,13 +383,13 @@ class _Penalties:
 
 
 def _places(
-    token_ids: NDArray[np.int64], found: NDArray[np.int64]
+    token_ids: NDArray[np.int64], distinct: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the indices at which `found` are or belong in the sorted `token_ids`, and which are missing."""
-    places = np.searchsorted(token_ids, found)
-    is_new = np.ones(len(found), np.bool_)
+    """Return where the `distinct` ids are or belong in the sorted `token_ids`, and which are missing."""
+    places = np.searchsorted(token_ids, distinct)
+    is_new = np.ones(len(distinct), np.bool_)
     inside = places < len(token_ids)
-    is_new[inside] = token_ids[places[inside]] != found[inside]
+    is_new[inside] = token_ids[places[inside]] != distinct[inside]
     return places, is_new
 
 

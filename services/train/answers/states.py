@@ -38,19 +38,20 @@ class StateStore:
 
     def of(self, sequences: Items[Sequence]) -> list[Tensor]:
         """Return the states of sequences, bfloat16 [tokens, taps, hidden_size]."""
-        if missing := [one for one in sequences if not self._path(one).exists()]:
+        if missing := [sequence for sequence in sequences if not self._path(sequence).exists()]:
             self._compute(missing)
-        return [torch.from_numpy(np.load(self._path(one))).view(torch.bfloat16) for one in sequences]
+        arrays = [np.load(self._path(sequence)) for sequence in sequences]
+        return [torch.from_numpy(array).view(torch.bfloat16) for array in arrays]
 
     def _path(self, sequence: Sequence) -> Path:
         return self._folder / f"{sequence.number}.npy"
 
     @torch.no_grad()
     def _compute(self, sequences: Items[Sequence]) -> None:
-        width = max(len(one.token_ids) for one in sequences)
+        width = max(len(sequence.token_ids) for sequence in sequences)
         token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
-        for row, one in zip(token_ids, sequences, strict=True):
-            row[: len(one.token_ids)] = torch.from_numpy(one.token_ids.astype("int64"))
+        for row, sequence in zip(token_ids, sequences, strict=True):
+            row[: len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids.astype("int64"))
         states_of: dict[int, Tensor] = {}
 
         def record(
@@ -70,6 +71,6 @@ class StateStore:
                 hook.remove()
         states = torch.stack([states_of[tap] for tap, _ in self._tapped], dim=2).to("cpu", torch.bfloat16)
         with disk(self._folder):
-            for one, rows in zip(sequences, states, strict=True):
-                with replacing(self._path(one)) as path, path.open("wb") as file:
-                    np.save(file, rows[: len(one.token_ids)].view(torch.int16).numpy())
+            for sequence, rows in zip(sequences, states, strict=True):
+                with replacing(self._path(sequence)) as path, path.open("wb") as file:
+                    np.save(file, rows[: len(sequence.token_ids)].view(torch.int16).numpy())

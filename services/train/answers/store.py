@@ -112,5 +112,5 @@ def check_meta(path: Path, meta: dict[str, str]) -> None:
         raise FailedPreconditionError(f"{path} is damaged: delete {path.parent} to begin again")
     for key, value in meta.items():
         if stored.get(key) != value:
-            said = f"{path} says {key} {stored.get(key)!r}, not {value!r}"
-            raise FailedPreconditionError(f"{said}: use another --work, or delete {path.parent}")
+            mismatch = f"{path} says {key} {stored.get(key)!r}, not {value!r}"
+            raise FailedPreconditionError(f"{mismatch}: use another --work, or delete {path.parent}")

@@ -160,11 +160,11 @@ class Trainer:
             training = self._new_training(store, stable)
         held_count = min(MAX_HELD, max(MIN_HELD, round(HELD_SHARE * len(files))))
         self._read(files)
-        held, taught = (
+        held_out, taught = (
             [self._records[path] for path in part if path in self._records]
             for part in (files[-held_count:], files[:-held_count])
         )
-        if len(held) < MIN_HELD or not taught:
+        if len(held_out) < MIN_HELD or not taught:
             return None
         for path in files:
             tenant = RecordName.parse(path).tenant
@@ -172,10 +172,10 @@ class Trainer:
         self._trainings[name] = training
         while len(self._trainings) > MAX_TRAININGS:
             del self._trainings[next(iter(self._trainings))]
-        before, began = _expected(self._drafter(store, stable), held), time.perf_counter()
+        before, began = _expected(self._drafter(store, stable), held_out), time.perf_counter()
         if not self._train(name, training, taught):
             return None
-        after = _expected(training.drafter, held)
+        after = _expected(training.drafter, held_out)
         took = time.perf_counter() - began
         _log.info("%s: %.0f s, expects %.3f tokens, version %d %.3f", name, took, after, stable, before)
         version = None
@@ -265,9 +265,9 @@ class Record(Sequence):
     path: Path = field(kw_only=True)
 
 
-def _expected(drafter: Trainable, held: Items[Record]) -> float:
+def _expected(drafter: Trainable, held_out: Items[Record]) -> float:
     """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1."""
-    return math.fsum(accumulate(evaluate(drafter, held)["coupled"], mul))
+    return math.fsum(accumulate(evaluate(drafter, held_out)["coupled"], mul))
 
 
 def _states(sequences: Items[Sequence]) -> list[Tensor]:
