@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,8 @@ class StateStore:
         for row, sequence in zip(token_ids, sequences, strict=True):
             row[: len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids.astype("int64"))
         states_of: dict[int, Tensor] = {}
-
-        def record(
-            tap: int, _module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]
-        ) -> None:
-            states_of[tap] = positional[0] if positional else named["hidden_states"]
-
         hooks = [
-            module.register_forward_pre_hook(partial(record, tap), with_kwargs=True)
+            module.register_forward_pre_hook(recorder(states_of, tap), with_kwargs=True)
             for tap, module in self._tapped
         ]
         try:
@@ -74,3 +68,12 @@ class StateStore:
             for sequence, rows in zip(sequences, states, strict=True):
                 with replacing(self._path(sequence)) as path, path.open("wb") as file:
                     np.save(file, rows[: len(sequence.token_ids)].view(torch.int16).numpy())
+
+
+def recorder(states: dict[int, Tensor], tap: int) -> Callable[..., None]:
+    """Return a hook that records what enters a module as the state of `tap`."""
+
+    def record(_module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        states[tap] = positional[0] if positional else named["hidden_states"]
+
+    return record
