@@ -115,11 +115,8 @@ class CoupledDrafts:
 
 
 def _leave_adapters_out(model: nn.Module) -> None:
-    """Let a drafter read the target's embedding and output matrix without adapters.
-
-    vLLM's layers with adapters have one adapter per row of the target's step, and the drafter's passes have
-    other rows.
-    """
+    """Let a drafter read the target's embedding and output matrix without adapters."""
+    # vLLM's layers with adapters have one per row of the target's step; the drafter's passes have other rows.
     for module in model.modules():
         for name, layer in list(module.named_children()):
             if hasattr(layer, "base_layer"):
