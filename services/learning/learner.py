@@ -25,7 +25,7 @@ class Learner(Generic[T]):
         self._sessions: dict[str, LearningSession[T]] = {}
 
     def close(self) -> None:
-        """End what runs beside the sessions."""
+        """End the threads and processes that were started."""
         self.versions.close()
 
     def keeps(self, session_id: str) -> bool:

@@ -1,7 +1,7 @@
-"""The versions of a drafter that is trained while it serves: which drafts for whom, and what is kept.
+"""The versions of a drafter that is trained while it serves: which one drafts for a session, what is kept.
 
 Sessions of a tenant draft with its drafter's stable version, a share of their text with the candidate.
-Versions are loaded in another thread beside those that serve, and take over between two proposals: tokens
+Versions are loaded in another thread while others serve, and take over between two proposals: tokens
 stay what they are, whichever version drafts.
 """
 

@@ -16,7 +16,7 @@ class FixedHead:
     first_tokens: Mapping[tuple[str, str], int] | None = None  # counts by arm and outcome
 
     def close(self) -> None:
-        """End what runs beside the sessions."""
+        """End the threads and processes that were started."""
 
     def keeps(self, session_id: str) -> bool:
         """Whether a session, which may begin here, is recorded when it ends."""
@@ -32,7 +32,7 @@ class FixedHead:
         """Delete what was recorded of a session."""
 
     def take_turns(self, now_s: float) -> None:
-        """Let the version draft whose turn it is at a time."""
+        """Switch to the version that drafts at a time; roll back one that cannot be loaded."""
 
     def count(self, number: int, session_id: str, position: int, is_accepted: bool) -> None:
         """Count a version's proposal of a session's token at a position, and whether it was accepted."""

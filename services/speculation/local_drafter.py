@@ -46,7 +46,7 @@ class TargetHead:
     first_tokens: Mapping[tuple[str, str], int] | None = None  # by arm and outcome, of a head that learns
 
     def close(self) -> None:
-        """End what runs beside the sessions."""
+        """End the threads and processes that were started."""
 
     def end(self, session: SessionCopy) -> None:
         """Forget a session that has ended."""

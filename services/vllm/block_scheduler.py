@@ -65,7 +65,7 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not
     def recover(self) -> bool:
         """Undo a step that failed, once all requests are closed; return whether that was possible.
 
-        The workers may not have heard of the requests that ended before it, and the cache names blocks that
+        The workers may not know of the requests that ended before it, and the cache names blocks that
         they did not compute.
         """
         self._posted, self._verdicts, self._masks = {}, {}, None

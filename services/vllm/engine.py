@@ -159,7 +159,7 @@ class VllmEngine:
 
     @property
     def num_free_requests(self) -> int:
-        """Requests that may be opened beside those that exist."""
+        """Requests that may be opened in addition to those that exist."""
         return int(self._scheduler.max_num_running_reqs) - len(self._scheduler.requests)
 
     def needed_blocks(self, num_tokens: int) -> int:
@@ -405,7 +405,7 @@ def _configuration(options: EngineOptions) -> Any:
     if options.adapters:
         rows = 1 + arguments["speculative_config"]["num_speculative_tokens"]
         arguments |= {
-            # vLLM wants buffers for a proposal of every request at once; a step takes no more than before.
+            # vLLM requires buffers for a proposal of every request at once; a step takes no more than before.
             "max_num_batched_tokens": max(options.max_batch_tokens, MAX_REQUESTS * rows),
             "max_num_scheduled_tokens": options.max_batch_tokens,
             "enable_lora": True,

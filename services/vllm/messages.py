@@ -32,7 +32,7 @@ class PostedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The masks of grammars, computed beside the forward; vLLM passes them where its own would be.
+    """The masks of grammars, computed during the forward; vLLM passes them in place of its own.
 
     They are as of `GrammarState.masks`, or why there are none; None: late, and the block gets no verdict.
     """

@@ -87,7 +87,7 @@ def use_threads(count: int) -> None:
     """Let the kernel compute on `count` threads of this process, and torch on one.
 
     After an operation torch's threads spin for milliseconds before they sleep, on cores that the kernel's
-    threads need; what torch computes beside the kernel is small.
+    threads need; torch computes little apart from the kernel.
     """
     global _threads
     _threads = count

@@ -68,7 +68,7 @@ def processed_log_probs(
 
 
 def filter_key(params: SamplingParams) -> tuple[float, ...]:
-    """Return what the processed distribution depends on beside logits and edits; equal ones share a call."""
+    """Return what a processed distribution depends on except logits and edits; equal ones share a call."""
     return params.temperature, params.top_k, params.top_p, params.min_p
 
 

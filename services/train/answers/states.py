@@ -17,7 +17,7 @@ from services.train.answers.store import Sequence, disk
 
 
 class StateStore:
-    """The states that enter some layers of a target, in a folder beside the answers.
+    """The states that enter some layers of a target, in a folder next to the answers.
 
     It has a folder for these layers, with JOB.npy for each answer: bfloat16 [tokens, taps, hidden_size], as
     int16.
@@ -58,7 +58,7 @@ class StateStore:
             for tap, module in self._tapped
         ]
         try:
-            # Padding is behind the text, where a causal model does not look.
+            # Padding follows the text, to which a causal model does not attend.
             self._decoder(token_ids.to(next(self._decoder.parameters()).device), use_cache=False)
         finally:
             for hook in hooks:
