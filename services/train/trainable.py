@@ -129,7 +129,7 @@ def train_on(
     """Take a step on random sequences of at least `num_tokens` answer tokens; return its `losses.loss_of`."""
     generator, device = torch.Generator().manual_seed(seed), drafter.head.device
     chosen: list[Sequence] = []
-    while sum(one.num_answer for one in chosen) < num_tokens:
+    while sum(sequence.num_answer for sequence in chosen) < num_tokens:
         chosen.append(sequences[int(torch.randint(len(sequences), (), generator=generator))])
     batch = drafter.batch(chosen, drafter.num_depths, generator).to(device)
     with mixed_precision(device):

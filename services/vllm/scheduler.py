@@ -194,7 +194,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     def _make_room(self) -> None:
         """Close the least recently used idle requests while the blocks of this step lack slots or memory.
 
-        vLLM never takes memory from a request that it holds for one that waits.
+        vLLM never takes memory from a paused request for one that waits.
         """
         count = self.engine.num_blocks
         lacking = sum(max(0, work.num_needed - count(name)) for name, work in self._by_request.items())

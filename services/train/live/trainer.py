@@ -125,7 +125,7 @@ class Trainer:
 
     def _drop_withdrawn(self, consents: Consents) -> None:
         self._trainings = {n: one for n, one in self._trainings.items() if consents.covers(one.tenants)}
-        self._records = {path: one for path, one in self._records.items() if path.exists()}
+        self._records = {path: record for path, record in self._records.items() if path.exists()}
 
     def _wait_of(self, store: DrafterFolder, consents: Consents) -> tuple[str, int, list[Path]]:
         """Return what a drafter waits for, how many new tokens it may be trained on, and its streams."""
@@ -180,14 +180,15 @@ class Trainer:
         _log.info("%s: %.0f s, expects %.3f tokens, version %d %.3f", name, took, after, stable, before)
         version = None
         if after >= MIN_GAIN * before:
-            version = self._publish(store, training, before, after, sum(one.num_answer for one in taught))
+            num_tokens = sum(record.num_answer for record in taught)
+            version = self._publish(store, training, before, after, num_tokens)
         self._seen[name] = {path.name for path in files}
         return version
 
     def _train(self, name: str, training: _Training, taught: list[Record]) -> bool:
         """Take the steps of a round; return whether its consents still hold, and it was not stopped."""
         for number in range(STEPS):
-            taught = [one for one in taught if one.path.exists()]
+            taught = [record for record in taught if record.path.exists()]
             self._drop_withdrawn(self._folder.read())
             if self._stopped() or not taught or name not in self._trainings:
                 return False
@@ -236,7 +237,7 @@ class Trainer:
 
     def _read(self, files: Items[Path]) -> None:
         wanted = set(files)
-        self._records = {path: one for path, one in self._records.items() if path in wanted}
+        self._records = {path: record for path, record in self._records.items() if path in wanted}
         for path in files:
             if path in self._records:
                 continue
@@ -271,7 +272,7 @@ def _expected(drafter: Trainable, held_out: Items[Record]) -> float:
 
 
 def _states(sequences: Items[Sequence]) -> list[Tensor]:
-    return [_read_states(one.path) for one in sequences if isinstance(one, Record)]
+    return [_read_states(record.path) for record in sequences if isinstance(record, Record)]
 
 
 def _read_states(path: Path) -> Tensor:
