@@ -21,13 +21,11 @@ ROWS: dict[str, Callable[[EngineFacts], str]] = {
     "models": lambda facts: facts.models,
     "heads in the target": lambda facts: facts.heads,
     "proposals": lambda facts: "chains and trees" if facts.takes_trees else "chains",
-    "`tensor_parallel`": lambda facts: _limits(facts, "tensor_parallel"),
-    "`lora`": lambda facts: _limits(facts, "lora"),
-    "`draft_weights`": lambda facts: _limits(facts, "draft_weights"),
     "`deterministic`": lambda facts: _values(facts.deterministic),
     "`learn`": lambda facts: "each tenant's streams" if facts.learns_by_tenant else "without API keys",
     "`gammaray check`": lambda facts: "yes" if facts.checks_receipts else "by `transformers`",
 }
+"""Rows beside those of the settings that an engine limits; "where" stands for `device`."""
 
 
 def _limits(facts: EngineFacts, setting: str) -> str:
@@ -45,6 +43,9 @@ def table() -> str:
     """Return the table: a column per engine."""
     rows = [["", *(f"`{name}`" for name in ENGINES)], ["---"] * (len(ENGINES) + 1)]
     rows += [[title, *map(cell, ENGINES.values())] for title, cell in ROWS.items()]
+    limited = {setting for facts in ENGINES.values() for setting in facts.serves}
+    for setting in sorted(limited - {"device"}):
+        rows.append([f"`{setting}`", *(_limits(facts, setting) for facts in ENGINES.values())])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

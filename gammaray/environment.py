@@ -23,6 +23,14 @@ OTHER_VARIABLES: Final[Mapping[str, str]] = {
 """Variables that are not settings, and their purpose."""
 
 _SERVICE_HOST = "_SERVICE_HOST"
+_NO_PROXY = ("no_proxy", "NO_PROXY")  # gRPC reads the first only, and others prefer it
+
+
+def past_proxies(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
+    """Return variables with which no proxy of `environment` is used for connections to `hosts`."""
+    named = next((value for name in _NO_PROXY if (value := environment.get(name, "").strip())), "")
+    added = [host for host in hosts if host not in named.split(",")]
+    return {} if named == "*" else dict.fromkeys(_NO_PROXY, ",".join(filter(None, (named, *added))))
 
 
 def check_environment(

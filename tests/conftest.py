@@ -51,7 +51,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests whose programs are missing."""
+    """Begin with the longest, those of a cluster, and skip the tests whose programs are missing."""
+    items.sort(key=lambda item: item.path.name != "test_smoke.py")
     for item in items:
         for marker in item.iter_markers("needs"):
             for program in (PROGRAMS[name] for name in marker.args):

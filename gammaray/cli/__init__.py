@@ -13,7 +13,7 @@ from importlib import import_module
 import click
 
 from gammaray import __version__
-from gammaray.environment import check_environment
+from gammaray.environment import check_environment, past_proxies
 from gammaray.program.failures import failure_of, shown
 
 __all__ = ["main"]
@@ -49,6 +49,7 @@ class _Gammaray(click.Group):
         if name != "up":
             # Errors have what gRPC logs on failed handshakes; set before gRPC is imported.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+            os.environ.update(past_proxies(os.environ, "localhost", "127.0.0.1", "::1"))
         module = {"status": "top", "drafters": "train"}.get(name, name)
         command: click.Command = getattr(import_module(f"gammaray.cli.commands.{module}"), name)
         return command

@@ -19,7 +19,7 @@ import time
 import traceback
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +31,7 @@ from pydantic import ValidationError
 from gammaray.client.sync_client import Client
 from gammaray.config import ClusterSettings, OrchestratorSettings, PoolSize, WorkerSettings, settings_error
 from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENVIRONMENT, role_settings
+from gammaray.environment import past_proxies
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
 from gammaray.program.parents import end_with_parent
 from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
@@ -61,12 +62,6 @@ def private_directory() -> Path:
     """Create the directory of one cluster, with a short path."""
     parent = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="gammaray-", dir=parent if len(parent) <= _LONGEST_TEMP else "/tmp"))
-
-
-def past_proxies(environment: Mapping[str, str], *hosts: str) -> dict[str, str]:
-    """Return variables with which no proxy of `environment` is used for connections to `hosts`."""
-    named = next((value for name in _NO_PROXY if (value := environment.get(name, "").strip())), "")
-    return {} if named == "*" else dict.fromkeys(_NO_PROXY, ",".join(filter(None, (named, *hosts))))
 
 
 def serve_environment(directory: Path, host: str) -> dict[str, str]:
@@ -106,7 +101,6 @@ def serve_environment(directory: Path, host: str) -> dict[str, str]:
 
 
 HOST = "127.0.0.1"
-_NO_PROXY = ("no_proxy", "NO_PROXY")  # gRPC reads the first only, and others prefer it
 _ESSENTIAL = ("gcs_server", "raylet")
 _RAY_TRIES = 4
 _POLL_S = 0.1

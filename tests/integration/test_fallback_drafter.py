@@ -18,7 +18,14 @@ from tests.support.workers.scripted_workers import PROMPT, continuation, make_se
 
 pytestmark = pytest.mark.integration
 
-TEXTS = {DrafterKind.MODEL: SuffixDrafter, DrafterKind.SUFFIX: SuffixDrafter}
+TEXTS = {
+    DrafterKind.MODEL: [SuffixDrafter],
+    DrafterKind.SUFFIX: [SuffixDrafter],
+    DrafterKind.PREDICTION: [],
+    DrafterKind.GRAMMAR: [],
+    DrafterKind.NONE: [],
+}
+"""Look-ups by what a request allows; those of a prediction or a grammar need one."""
 
 
 def drafting_of(fleet, session, allowed=DrafterKind.MODEL, **options):
@@ -27,7 +34,7 @@ def drafting_of(fleet, session, allowed=DrafterKind.MODEL, **options):
 
 
 def drafting_over(remote, session, allowed=DrafterKind.MODEL, costs=None):
-    texts = [TEXTS[allowed]()] if allowed in TEXTS else []
+    texts = [look_up() for look_up in TEXTS[allowed]]
     gamma = 0 if allowed is DrafterKind.NONE else 3
     drafter = SessionDrafter(remote if allowed is DrafterKind.MODEL else None, texts, 3, fixed=gamma)
     return drafter, DrafterChoice(session, drafter, FixedGamma(gamma, costs or CostModel()))

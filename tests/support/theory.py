@@ -1,4 +1,4 @@
-"""The formulas of docs/sizing.md and docs/how-it-works.md (arXiv 2211.17192)."""
+"""The formulas of docs/sizing.md (arXiv 2211.17192)."""
 
 import math
 

@@ -7,7 +7,7 @@ import pytest
 
 import gammaray
 from gammaray.config import ClusterSettings, OrchestratorSettings, TargetSettings, known_variables
-from gammaray.environment import OTHER_VARIABLES, check_environment
+from gammaray.environment import OTHER_VARIABLES, check_environment, past_proxies
 from gammaray.errors import InvalidArgumentError
 from tests.support.cli_helpers import invoke
 
@@ -98,3 +98,23 @@ def test_variables_that_are_no_setting_have_a_description():
     fields = known_variables() - OTHER_VARIABLES.keys()
     assert not fields & OTHER_VARIABLES.keys()
     assert all(OTHER_VARIABLES.values())
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "a,b"),
+        ({"no_proxy": "c , d"}, "c , d,a,b"),
+        ({"NO_PROXY": "c"}, "c,a,b"),
+        ({"no_proxy": "c", "NO_PROXY": "d"}, "c,a,b"),
+        ({"no_proxy": " ", "NO_PROXY": "d"}, "d,a,b"),
+        ({"no_proxy": "b,c"}, "b,c,a"),
+    ],
+)
+def test_hosts_are_added_to_those_without_a_proxy(environment, expected):
+    environment["http_proxy"] = "http://127.0.0.1:9"
+    assert past_proxies(environment, "a", "b") == {"no_proxy": expected, "NO_PROXY": expected}
+
+
+def test_star_stays_the_only_host_without_a_proxy():
+    assert past_proxies({"NO_PROXY": "*"}, "a") == {}  # names beside it would take its meaning away

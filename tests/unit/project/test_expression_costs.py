@@ -167,6 +167,7 @@ def slow_attack(use: Use) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_the_attacks_find_expressions_that_backtrack():
     for pattern, method in FORMER:
         use = Use(re.compile(pattern, re.DOTALL | re.MULTILINE), method, "")

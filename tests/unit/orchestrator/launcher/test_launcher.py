@@ -21,7 +21,7 @@ from gammaray.config import ClusterSettings, PoolSize
 from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.launcher import cluster
-from orchestrator.launcher.cluster import past_proxies, private_directory, serve_environment, serve_errors
+from orchestrator.launcher.cluster import private_directory, serve_environment, serve_errors
 from orchestrator.launcher.options import parse_options
 from orchestrator.launcher.preflight import check_models, check_port, gpu_share, vocab_size, worker_gpus
 from orchestrator.launcher.reaper import MARK, children_named, end_marked, marked, runs
@@ -141,25 +141,6 @@ def test_free_ports_of_two_processes_differ():
         first.communicate("\n")
     assert len(held) == 800
     assert not held & set(json.loads(second.stdout))
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, "a,b"),
-        ({"no_proxy": "c , d"}, "c , d,a,b"),
-        ({"NO_PROXY": "c"}, "c,a,b"),
-        ({"no_proxy": "c", "NO_PROXY": "d"}, "c,a,b"),
-        ({"no_proxy": " ", "NO_PROXY": "d"}, "d,a,b"),
-    ],
-)
-def test_hosts_are_added_to_those_without_a_proxy(environment, expected):
-    environment["http_proxy"] = "http://127.0.0.1:9"
-    assert past_proxies(environment, "a", "b") == {"no_proxy": expected, "NO_PROXY": expected}
-
-
-def test_star_stays_the_only_host_without_a_proxy():
-    assert past_proxies({"NO_PROXY": "*"}, "a") == {}  # names beside it would take its meaning away
 
 
 def test_environments_of_two_clusters_share_only_settings():

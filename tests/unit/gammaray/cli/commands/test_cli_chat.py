@@ -1,6 +1,7 @@
 """`gammaray chat` against the HTTP API over a scripted orchestrator."""
 
 import json
+import os
 import socket
 import threading
 from contextlib import ExitStack
@@ -46,6 +47,13 @@ def serve():
 
 def chat(url, said, *options):
     return CliRunner().invoke(main, ["chat", "--url", url, *options], input=said, prog_name="gammaray")
+
+
+def test_chat_asks_no_proxy_for_loopback(serve, monkeypatch):
+    monkeypatch.setattr(os, "environ", {**os.environ, "http_proxy": "http://127.0.0.1:9", "NO_PROXY": ""})
+    result = chat(serve(Recording()), "hi\n")
+    assert result.exit_code == 0
+    assert result.stdout == "café\n"
 
 
 def test_chat_keeps_the_conversation_until_it_is_reset(serve):

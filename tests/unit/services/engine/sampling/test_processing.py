@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from gammaray.errors import InvalidArgumentError
+from gammaray.sampling import SAMPLING_RULES
 from gammaray.types import Proposal, SamplingParams
+from services.engine.sampling.edits import LogitEdits
+from services.engine.sampling.logits import filter_key
 from tests.support.processing_helpers import GRAMMAR, follows_grammar, path_of, processed
 
 PROMPT, OUTPUT, EOS = (1, 1, 4), (4, 2, 2, 7), (0, 3)
@@ -236,3 +239,30 @@ def test_processing_covers_every_sampling_parameter():
     touched = {key for setting in SETTINGS.values() for key in setting}
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert fields - touched == {"seed", "sample_index"}
+
+
+OTHERS = {
+    "temperature": 1.0,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {1: 1.0},
+    "allowed_token_ids": (1,),
+    "banned_token_ids": (1,),
+    "min_tokens": 2,
+    "seed": 1,
+    "sample_index": 1,
+    "grammar": 'start: "a"',
+}
+
+
+def test_every_parameter_is_an_edit_or_in_the_key_by_which_sessions_share_a_call():
+    assert OTHERS.keys() == SAMPLING_RULES.keys()
+    plain = SamplingParams(temperature=0.5)
+    for name, value in OTHERS.items():
+        params = dataclasses.replace(plain, **{name: value})
+        is_distinct = LogitEdits.needed(params) or filter_key(params) != filter_key(plain)
+        assert is_distinct is (name not in ("seed", "sample_index")), name
