@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
@@ -26,8 +25,6 @@ from services.scheduling.tasks import Prepared, ProposeTask, Reply
 from services.streaming.messages import Model, describe, fill_result, task_fields
 from services.streaming.streams import Deliver, Streams
 
-_log = logging.getLogger(__name__)
-
 DEFAULT_TIMEOUT_MS = 10_000
 
 
@@ -40,7 +37,6 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
     async def Propose(
         self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProposeResponse]:
-        """Serve proposals for many sessions over one stream."""
         if self._streams.is_leaving:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
         frames = self._streams.serve(request_iterator, self._parse)
@@ -51,7 +47,6 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
     async def GetDraftInfo(
         self, request: pb.GetDraftInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetDraftInfoResponse:
-        """Return what the worker serves and its load."""
         async with guarded(context):
             info = await describe(self._model, self._streams.engine)
         return pb.GetDraftInfoResponse(**info, is_draining=self._streams.is_leaving)

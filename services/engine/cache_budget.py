@@ -41,20 +41,15 @@ def free_memory(device: torch.device) -> int:
 
 
 def available_memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the available bytes of memory: of the machine, or of the container if that is less.
-
-    Args:
-        cgroup: Directory of the container's cgroup, version 2 or 1.
-        meminfo: The kernel's report on memory.
-    """
+    """Return the available bytes of memory: of the machine, or of the container if that is less."""
     fields = dict(line.split(":") for line in meminfo.read_text().splitlines() if ":" in line)
-    found = [int(fields["MemAvailable"].split()[0]) * 1024]
+    available = [int(fields["MemAvailable"].split()[0]) * 1024]
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            found.append(int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
+            available.append(int((cgroup / limit).read_text()) - int((cgroup / used).read_text()))
         except (OSError, ValueError):
             continue  # another version, or no limit ("max")
-    return max(0, min(found))
+    return max(0, min(available))

@@ -21,11 +21,7 @@ _CHUNKS = (5, 1, 9, 4, 17, 2, 16)
 
 
 def check_model(engine: Engine, loaded: LoadedModel) -> None:
-    """Compare the logits of a short text, fed in chunks with a rollback, to the model's own forward.
-
-    Raises:
-        UnsupportedModelError: They differ by more than rounding.
-    """
+    """Feed a text in chunks with a rollback; UnsupportedModelError unless the logits are the model's own."""
     count = min(_NUM_TOKENS, engine.max_context)
     text = [(7 * i + 3) % engine.vocab_size for i in range(count)]
     reference = _plain_logits(loaded, text)[:, : engine.vocab_size]
@@ -52,16 +48,11 @@ def check_model(engine: Engine, loaded: LoadedModel) -> None:
 
 
 def check_deterministic(engine: Engine) -> None:
-    """Compare, bit for bit, a text fed token by token to the same text in chunks, in a batch and in trees.
-
-    Raises:
-        UnsupportedModelError: Some logits differ.
-    """
+    """Raise UnsupportedModelError if any bit of logits depends on chunks, on a batch or on trees."""
     count = min(_NUM_DETERMINISTIC_TOKENS, engine.max_context)
     text = [(11 * i * i + 5 * i + 1) % engine.vocab_size for i in range(count)]
-    alone = torch.cat(
-        [engine.step([SequenceInput(_SESSION, i, text[i : i + 1], 1)])[0] for i in range(count)]
-    )
+    feeds = [SequenceInput(_SESSION, i, text[i : i + 1], 1) for i in range(count)]
+    alone = torch.cat([engine.step([feed])[0] for feed in feeds])
     ways = {
         "as one chunk": engine.step([SequenceInput(_SESSION, 0, text, count)])[0],
         "in chunks with other sessions": _in_company(engine, text),
@@ -70,14 +61,13 @@ def check_deterministic(engine: Engine) -> None:
     for way, logits in ways.items():
         if not torch.equal(logits, alone):
             rows = (logits != alone).any(dim=1).sum().item()
-            raise UnsupportedModelError(
-                engine.model_name, f"not deterministic: {rows} of {count} rows differ when fed {way}"
-            )
+            reason = f"not deterministic: {rows} of {count} rows differ when fed {way}"
+            raise UnsupportedModelError(engine.model_name, reason)
 
 
 def _in_company(engine: Engine, text: list[int]) -> Tensor:
-    """The logits of chunks of many sizes, batched between rows of two other sessions."""
-    got, start, turn = [], 0, 0
+    """Return the logits of chunks of many sizes, batched between rows of two other sessions."""
+    logits, start, turn = [], 0, 0
     while start < len(text):
         chunk = text[start : start + _CHUNKS[turn % len(_CHUNKS)]]
         others = text[turn : turn + 1 + turn % 4]
@@ -86,26 +76,26 @@ def _in_company(engine: Engine, text: list[int]) -> Tensor:
             SequenceInput(_SESSION, start, chunk, len(chunk)),
             SequenceInput("after", 0, text[:turn] or text[:1], 1),
         ]
-        got.append(engine.step(feeds)[1])
+        logits.append(engine.step(feeds)[1])
         start, turn = start + len(chunk), turn + 1
     engine.release("before")
     engine.release("after")
-    return torch.cat(got)
+    return torch.cat(logits)
 
 
 def _in_trees(engine: Engine, text: list[int]) -> Tensor:
-    """The logits of trees of two branches, of which the second is the text."""
-    got, start = [engine.step([SequenceInput(_SESSION, 0, text[:1], 1)])[0]], 1
+    """Return the logits of trees of two branches, of which the second is the text."""
+    logits, start = [engine.step([SequenceInput(_SESSION, 0, text[:1], 1)])[0]], 1
     while start < len(text):
         branch = text[start : start + 7]
-        nodes = [*reversed(branch), *branch]
         size = len(branch)
         parents = [*range(-1, size - 1), -1, *range(size, 2 * size - 1)]
-        got.append(engine.step([SequenceInput(_SESSION, start, nodes, size, parents)])[0])
+        feed = SequenceInput(_SESSION, start, [*reversed(branch), *branch], size, parents)
+        logits.append(engine.step([feed])[0])
         engine.keep_path(_SESSION, start, range(size, 2 * size))
         start += size
     engine.release(_SESSION)
-    return torch.cat(got)
+    return torch.cat(logits)
 
 
 @torch.no_grad()

@@ -41,21 +41,21 @@ def convert(path: str, directory: Path) -> None:
     reader = _reader(path)
     # transformers would prefer a tokenizer next to the file over the one that the file contains.
     with TemporaryDirectory(prefix="gammaray-gguf-") as empty:
-        given = {"pretrained_model_name_or_path": empty, "gguf_file": str(Path(path).absolute())}
-        module = _module(path, given)
-        tokenizer = AutoTokenizer.from_pretrained(**given)
+        source = {"pretrained_model_name_or_path": empty, "gguf_file": str(Path(path).absolute())}
+        module = _module(path, source)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
     _check_nothing_ignored(path, reader, module)
     if ends := {_value(reader, f"tokenizer.ggml.{name}") for name in _END_TOKENS} - {None}:
         assert module.generation_config is not None
         module.generation_config.eos_token_id = sorted(ends)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
-        made = Path(scratch) / directory.name
-        module.save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        for written in made.iterdir():
-            written.chmod(0o644)  # weights are written for their owner only; a container has another user
-        made.rename(directory)
+        folder = Path(scratch) / directory.name
+        module.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for file in folder.iterdir():
+            file.chmod(0o644)  # weights are written for their owner only; a container has another user
+        folder.rename(directory)
 
 
 def _reader(path: str) -> Any:
@@ -68,16 +68,14 @@ def _reader(path: str) -> Any:
 
 
 def _value(reader: Any, key: str) -> Any:
-    """Return a value of a file's metadata; None if there is none."""
     field = reader.get_field(key)
     return None if field is None else field.contents()
 
 
-def _module(path: str, given: Mapping[str, str]) -> PreTrainedModel:
-    """Return the model of a file, dequantised."""
+def _module(path: str, source: Mapping[str, str]) -> PreTrainedModel:
     try:
         result: Any = AutoModelForCausalLM.from_pretrained(
-            **given,
+            **source,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
             output_loading_info=True,
@@ -92,15 +90,10 @@ def _module(path: str, given: Mapping[str, str]) -> PreTrainedModel:
 
 
 def _check_nothing_ignored(path: str, reader: Any, module: PreTrainedModel) -> None:
-    """Check that transformers read all of a file that changes its logits.
-
-    Raises:
-        UnsupportedModelError: It did not, without an error.
-    """
-    own = _value(reader, "general.architecture")
-    scaling, window = (
-        _value(reader, f"{own}.{key}") for key in ("rope.scaling.type", "attention.sliding_window")
-    )
+    """Check that transformers read all of a file that changes its logits."""
+    architecture = _value(reader, "general.architecture")
+    scaling = _value(reader, f"{architecture}.rope.scaling.type")
+    window = _value(reader, f"{architecture}.attention.sliding_window")
     stored = sum(int(tensor.n_elements) for tensor in reader.tensors)
     used = sum(parameter.numel() for parameter in module.parameters())
     ignored = ""

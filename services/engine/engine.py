@@ -83,16 +83,8 @@ class Engine(CacheStore):
         self._has_all_tokens = False
         return self._draft
 
-    def step(
-        self,
-        feeds: Sequence[SequenceInput],
-        idle_until: c_int32 | None = None,
-    ) -> list[Tensor]:
-        """Run one forward over all feeds.
-
-        Args:
-            feeds: The feed of each session.
-            idle_until: As in `Batch`.
+    def step(self, feeds: Sequence[SequenceInput], idle_until: c_int32 | None = None) -> list[Tensor]:
+        """Run one forward over all feeds; `idle_until` is as in `Batch`.
 
         Returns:
             For each feed its logits [num_logits, vocab_size] in float32.
@@ -106,7 +98,9 @@ class Engine(CacheStore):
         if not feeds:
             return []
         batch = self._plan(feeds)
-        batch.taps = self._new_taps(len(batch.token_ids))
+        if self._tapped:
+            shape = (len(batch.token_ids), len(self._tapped), self.runner.hidden_size)
+            batch.taps = Taps(self._tapped, torch.empty(shape, dtype=self.dtype, device=self.device))
         batch.idle_until = idle_until
         logits = self._run(batch)
         self._commit(feeds, batch)
@@ -200,12 +194,6 @@ class Engine(CacheStore):
         cache.tokens.extend(token_ids)
         cache.first = len(token_ids)
 
-    def _new_taps(self, rows: int) -> Taps | None:
-        if not self._tapped:
-            return None
-        shape = (rows, len(self._tapped), self.runner.hidden_size)
-        return Taps(self._tapped, torch.empty(shape, dtype=self.dtype, device=self.device))
-
     def _run(self, batch: Batch) -> Tensor:
         with torch.inference_mode():
             logits = self._spread(self.runner.forward(batch))
@@ -218,7 +206,6 @@ class Engine(CacheStore):
         return self._draft.with_all_tokens(logits)
 
     def _commit(self, feeds: Sequence[SequenceInput], batch: Batch) -> None:
-        """Record the tokens that a forward wrote to the slots."""
         for feed, segment in zip(feeds, batch.segments, strict=True):
             cache, num_nodes = segment.cache, len(feed.parents or ())
             cache.tokens.extend(feed.token_ids[: segment.count - num_nodes])

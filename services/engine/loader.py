@@ -72,7 +72,10 @@ def load_engine(
     if deterministic:
         _check_covered(loaded, obstacle)
     quantised = _quantised(loaded, weights, obstacle)
-    layout = _layout(loaded, draft)
+    with _first_forwards(loaded):
+        layout = probe_model(loaded)
+    if draft is not None:
+        layout = replace(layout, vocab_size=min(layout.vocab_size, draft.vocab_size))
     runner, shape, kernel = _choose_runner(loaded, layout, obstacle, quantised)
     if runner.has_kernel:
         use_threads(threads)
@@ -90,14 +93,6 @@ def load_engine(
     return built
 
 
-def _layout(loaded: LoadedModel, draft: DraftFormat | None) -> ModelLayout:
-    with _first_forwards(loaded):
-        layout = probe_model(loaded)
-    if draft is None:
-        return layout
-    return replace(layout, vocab_size=min(layout.vocab_size, draft.vocab_size))
-
-
 def _load(
     model: str, device: str, dtype: str, engine: str, draft_for: str | None
 ) -> tuple[LoadedModel, DraftFormat | None]:
@@ -111,14 +106,7 @@ def _load(
 
 
 def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | None = None) -> Engine:
-    """Load a model with a worker's settings; without a cache budget, by the free memory.
-
-    Raises:
-        UnsupportedModelError: It cannot be served exactly; the reason is in the error.
-        NotFoundError: There is no such model.
-        InvalidArgumentError: Unknown device or dtype, or weights of a draft
-            for which there is no kernel.
-    """
+    """Load a model with a worker's settings, or by the free memory; it raises what `load_engine` does."""
     engine = load_engine(
         path,
         device=settings.device,
@@ -129,8 +117,8 @@ def load_worker_engine(path: str, settings: WorkerSettings, draft_for: str | Non
         weights=settings.draft_weights if isinstance(settings, DraftSettings) else "auto",
         draft_for=draft_for,
     )
-    given = settings.cache_budget_mb
-    num_bytes = None if given is None else given << 20
+    budget_mb = settings.cache_budget_mb
+    num_bytes = None if budget_mb is None else budget_mb << 20
     engine.budget_bytes = cache_budget(engine.device, num_bytes, settings.cache_memory_share)
     return engine
 
@@ -159,7 +147,6 @@ def _native_obstacle(loaded: LoadedModel, engine: str) -> str:
 
 
 def _check_covered(loaded: LoadedModel, obstacle: str) -> None:
-    """Check that deterministic mode covers a model."""
     if loaded.dtype != torch.float32 or loaded.device.type != "cpu":
         reason = f"deterministic mode covers float32 on CPU, not {loaded.dtype} on {loaded.device}"
     elif torch.get_num_threads() != 1:
@@ -172,21 +159,16 @@ def _check_covered(loaded: LoadedModel, obstacle: str) -> None:
 
 
 def _quantised(loaded: LoadedModel, weights: str, obstacle: str) -> Mapping[int, QuantisedMatrix]:
-    """Quantise a draft if its setting says so; returns its matrices for the compiled kernel."""
     if weights == "auto":
         return {}
     if obstacle:
-        raise InvalidArgumentError(
-            "draft_weights", weights, f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
-        )
+        allowed = f"auto: {weights} needs the compiled CPU kernel ({obstacle})"
+        raise InvalidArgumentError("draft_weights", weights, allowed)
     return quantise_model(loaded.module)
 
 
 def _choose_runner(
-    loaded: LoadedModel,
-    layout: ModelLayout,
-    obstacle: str,
-    quantised: Mapping[int, QuantisedMatrix],
+    loaded: LoadedModel, layout: ModelLayout, obstacle: str, quantised: Mapping[int, QuantisedMatrix]
 ) -> tuple[Runner, CacheShape, str]:
     """Return the fastest runner that covers a model, its cache's shape, and its kernel for `Engine`."""
     joined = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)

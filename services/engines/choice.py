@@ -16,11 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose(settings: WorkerSettings) -> Engine:
-    """Return the engine of a worker, see `gammaray.engines.choose`.
-
-    Raises:
-        InvalidArgumentError: A setting asks for what only vLLM serves, and the engine is another one.
-    """
+    """Return a worker's engine, see `gammaray.engines.choose`; InvalidArgumentError if that refuses."""
     facts, obstacle = engines.choose(settings.asked, has_gpu=torch.cuda.is_available())
     if obstacle is not None:
         _log.warning("the engine is not vllm: %s", obstacle)

@@ -40,11 +40,7 @@ class Engine(Protocol):
     facts: EngineFacts
 
     def refuse_draft(self, path: str, target: str, settings: DraftSettings) -> InvalidArgumentError | None:
-        """Return why it does not serve a drafter, found without loading it; None if it may.
-
-        Args:
-            target: Directory or hub name of the target; "" if it is not known.
-        """
+        """Return why it does not serve a drafter, before it is loaded, or None; `target` may be ""."""
 
     def load_target(self, path: str, settings: TargetSettings, limits: Limits) -> Served:
         """Load a target, with what drafts in it.

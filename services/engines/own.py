@@ -58,10 +58,7 @@ class OwnEngine:
 
 
 def _vocabulary(path: str, target: str, engine: Engine) -> tuple[int, str, Translation | None]:
-    """Return size and fingerprint of the sessions' vocabulary, and the draft model's translation to it.
-
-    It is the target's, if the settings name the target.
-    """
+    """Return size and fingerprint of the target's vocabulary, else the draft's, and the translation to it."""
     size = engine.vocab_size
     if early_exit_layers(path) is not None:
         return size, vocab_sha256(target), None

@@ -23,40 +23,26 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Shape and variant of a head.
+    """Shape and variant of a head."""
 
-    Attributes:
-        taps: The hidden states that it reads, by the ids of `Engine.tap`, each of `target_hidden_size`.
-        hidden_size: Width of the head; `intermediate_size` is that of its MLP.
-        vocab_size: Number of the target's token ids.
-        num_outputs: Rows of the head's output matrix; below `vocab_size` for a reduced vocabulary.
-        norm_eps: Of all norms of the head.
-        rope: Configuration from which the rotary embedding is made.
-        has_head_norms: Whether queries and keys are normalised, as in Qwen3.
-        norm_before_fc: Whether all states are normalised together before they are fused.
-        fc_norm: Whether each state is normalised on its own before they are fused.
-        norm_before_residual: Whether the residual begins with the normalised feature.
-        norm_output: Whether the normalised state stands in for the next feature.
-    """
-
-    taps: tuple[int, ...]
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
+    taps: tuple[int, ...]  # the hidden states that it reads, by the ids of `Engine.tap`
+    hidden_size: int  # width of the head
+    target_hidden_size: int  # width of each state that it reads
+    intermediate_size: int  # width of its MLP
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
-    num_outputs: int
-    norm_eps: float
-    rope: LlamaConfig
+    vocab_size: int  # number of the target's token ids
+    num_outputs: int  # rows of the output matrix; below `vocab_size` for a reduced vocabulary
+    norm_eps: float  # of all norms of the head
+    rope: LlamaConfig  # configuration from which the rotary embedding is made
     attention_bias: bool = False
     mlp_bias: bool = False
-    has_head_norms: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
+    has_head_norms: bool = False  # whether queries and keys are normalised, as in Qwen3
+    norm_before_fc: bool = False  # whether all states are normalised together before they are fused
+    fc_norm: bool = False  # whether each state is normalised on its own before they are fused
+    norm_before_residual: bool = False  # whether the residual begins with the normalised feature
+    norm_output: bool = False  # whether the normalised state stands in for the next feature
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:
@@ -93,9 +79,8 @@ class _Attention(nn.Module):
         self._has_head_norms, self._dim = config.has_head_norms, dim
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        query, key, value = (
-            project(x).unflatten(-1, (-1, self._dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = (project(x).unflatten(-1, (-1, self._dim)) for project in projections)
         if self._has_head_norms:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
@@ -104,8 +89,6 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    """Gated MLP of a layer."""
-
     def __init__(self, narrow: int, wide: int, *, bias: bool) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(narrow, wide, bias=bias)

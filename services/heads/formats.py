@@ -5,13 +5,13 @@
 
 Heads of other kinds are refused: vLLM serves EAGLE-1 and 2, Medusa and DFlash.
 A flag that is unknown, or missing where programs disagree about its default, is refused: read wrongly it
-would cost acceptance in silence.
+would lower acceptance without an error.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -38,42 +38,18 @@ _SERVED_BY_VLLM = {
 _LAYER_TYPES = frozenset({"llama", "qwen3"})
 _SPECULATORS_KEYS = frozenset(
     {
-        "architectures",
-        "auto_map",
-        "draft_vocab_size",
-        "dtype",
-        "eagle_aux_hidden_state_layer_ids",
-        "embed_requires_grad",
-        "fc_norm",
-        "has_no_defaults_at_init",
-        "model_type",
-        "norm_before_fc",
-        "norm_before_residual",
-        "norm_output",
-        "speculators_config",
-        "speculators_model_type",
-        "speculators_version",
-        "target_hidden_size",
-        "tie_word_embeddings",
-        "torch_dtype",
-        "transformer_layer_config",
-        "transformers_version",
+        *("architectures", "auto_map", "draft_vocab_size", "dtype", "eagle_aux_hidden_state_layer_ids"),
+        *("embed_requires_grad", "fc_norm", "has_no_defaults_at_init", "model_type", "norm_before_fc"),
+        *("norm_before_residual", "norm_output", "speculators_config", "speculators_model_type"),
+        *("speculators_version", "target_hidden_size", "tie_word_embeddings", "torch_dtype"),
+        *("transformer_layer_config", "transformers_version"),
     }
 )
 _EAGLE_CONFIG_KEYS = frozenset({"use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "norm_before_fc"})
 _OFFICIAL_KEYS = frozenset(
     {
-        "architectures",
-        "bias",
-        "draft_vocab_size",
-        "eagle_config",
-        "modules_to_save",
-        "rope_scaling",
-        "rope_theta",
-        "target_hidden_size",
-        "target_model_type",
-        "torch_dtype",
-        "transformers_version",
+        *("architectures", "bias", "draft_vocab_size", "eagle_config", "modules_to_save", "rope_scaling"),
+        *("rope_theta", "target_hidden_size", "target_model_type", "torch_dtype", "transformers_version"),
     }
 )
 
@@ -85,10 +61,7 @@ def kind_of_config(config: Mapping[str, Any], tensors: Collection[str]) -> str:
     """
     if kind := config.get("speculators_model_type"):
         return str(kind)
-    given = config.get("architectures")
-    names = " ".join(
-        map(str, [config.get("model_type"), *(given if isinstance(given, list) else ())])
-    ).lower()
+    names = " ".join(map(str, [config.get("model_type"), *_architectures(config)])).lower()
     for kind, key in (("medusa", "medusa_num_heads"), ("dflash", "dflash_config"), (EAGLE_3, None)):
         if kind in names or key in config:
             return kind
@@ -113,7 +86,7 @@ def read_config(name: str, folder: Path, tensors: Sequence[str], target: Pretrai
         if kind != EAGLE_3:
             raise UnsupportedModelError(name, f"its speculators_model_type is {kind!r}; served is 'eagle3'")
         config = _speculators(name, stored, target)
-    elif _is_official(stored):
+    elif not _OFFICIAL.isdisjoint(map(str, _architectures(stored))):
         config = _official(name, stored, target)
     else:
         raise UnsupportedModelError(name, "it is no head in the format of speculators or the official one")
@@ -130,9 +103,9 @@ def _stored(folder: Path) -> dict[str, Any]:
     return stored
 
 
-def _is_official(stored: Mapping[str, Any]) -> bool:
-    given = stored.get("architectures")
-    return isinstance(given, list) and any(one in _OFFICIAL for one in given if isinstance(one, str))
+def _architectures(stored: Mapping[str, Any]) -> list[Any]:
+    names = stored.get("architectures")
+    return names if isinstance(names, list) else []
 
 
 def _speculators(name: str, stored: Mapping[str, Any], target: PretrainedConfig) -> EagleConfig:
@@ -231,18 +204,15 @@ def _config(
 
 def _checked(name: str, config: EagleConfig, target: PretrainedConfig) -> EagleConfig:
     if config.target_hidden_size != target.hidden_size:
-        reason = (
-            f"it reads states of width {config.target_hidden_size}, the target's are {target.hidden_size}"
-        )
+        width = config.target_hidden_size
+        reason = f"it reads states of width {width}, the target's are {target.hidden_size}"
         raise UnsupportedModelError(name, reason)
     if config.vocab_size != target.vocab_size:
         reason = f"it is for {config.vocab_size} token ids, the target has {target.vocab_size}"
         raise UnsupportedModelError(name, reason)
     if not config.taps or any(not 0 <= tap <= target.num_hidden_layers for tap in config.taps):
-        allowed = f"[0, {target.num_hidden_layers}]"
-        raise UnsupportedModelError(
-            name, f"it reads the states at layers {list(config.taps)}, allowed: {allowed}"
-        )
+        taps, allowed = list(config.taps), f"[0, {target.num_hidden_layers}]"
+        raise UnsupportedModelError(name, f"it reads the states at layers {taps}, allowed: {allowed}")
     if config.norm_before_fc and config.fc_norm:
         raise UnsupportedModelError(name, "norm_before_fc and fc_norm exclude each other")
     return config
@@ -255,15 +225,13 @@ def _flag(name: str, stored: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def _numbers(name: str, given: object) -> list[int]:
-    if not isinstance(given, (list, tuple)) or not all(type(number) is int for number in given):
-        raise UnsupportedModelError(name, f"its layer ids are {given!r}, no list of integers")
-    return list(given)
+def _numbers(name: str, ids: object) -> list[int]:
+    if not isinstance(ids, (list, tuple)) or not all(type(number) is int for number in ids):
+        raise UnsupportedModelError(name, f"its layer ids are {ids!r}, no list of integers")
+    return list(ids)
 
 
-def _refuse_unknown(
-    name: str, what: str, stored: Mapping[str, Any], known: frozenset[str] | set[str]
-) -> None:
+def _refuse_unknown(name: str, what: str, stored: Mapping[str, Any], known: Set[str]) -> None:
     """Refuse keys of a configuration that are not known: read without them it would be another head."""
-    if unknown := sorted(stored.keys() - set(known)):
+    if unknown := sorted(stored.keys() - known):
         raise UnsupportedModelError(name, f"its {what} {unknown[0]!r} is not known here")

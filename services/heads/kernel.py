@@ -31,11 +31,7 @@ def kernel_obstacle(head: EagleHead) -> str:
 
 
 class KernelMap:
-    """A linear map of float32 rows, computed by the compiled kernel.
-
-    Args:
-        quantised: The quantised matrices by the address of their weights.
-    """
+    """A linear map of float32 rows, by the compiled kernel; `quantised` as of `quantised_matrices`."""
 
     def __init__(self, linear: nn.Linear, library: Any, quantised: Mapping[int, QuantisedMatrix]) -> None:
         self._library, self._size = library, linear.out_features
@@ -43,22 +39,17 @@ class KernelMap:
         self._matrix = Packer(library, self._kept, quantised).maps(linear)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the images [rows, outputs] of rows [rows, inputs]."""
         rows = rows.contiguous()
-        made = torch.empty(len(rows), self._size)
+        images = torch.empty(len(rows), self._size)
         matrix = byref(self._matrix)
         scratch = torch.empty(self._library.gr_map_scratch_size(matrix, len(rows)))
-        places = rows.data_ptr(), made.data_ptr(), scratch.data_ptr()
+        places = rows.data_ptr(), images.data_ptr(), scratch.data_ptr()
         self._library.gr_map(matrix, len(rows), *places, kernel_threads())
-        return made
+        return images
 
 
 class HeadKernelRunner(NativeRunner):
-    """Runs steps of a head, for which `kernel_obstacle` is empty, with the compiled kernel.
-
-    Args:
-        weights: "auto" (as stored) or "int8".
-    """
+    """Runs steps of a head without a `kernel_obstacle`; `weights` are "auto" (as stored) or "int8"."""
 
     def __init__(self, name: str, head: EagleHead, max_context: int, weights: str = "auto") -> None:
         quantised = {} if weights == "auto" else quantised_matrices(head)
@@ -77,23 +68,15 @@ class HeadKernelRunner(NativeRunner):
         return self.head.fuse(states.float(), self._fc)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states."""
-        features = self._states.features(batch)
-        self._features = features  # the kernel reads them
+        self._features = self._states.features(batch)  # the kernel reads them
         states = self._tap_state(batch)
         logits = super().forward(batch)
         self._states.keep(batch, states)
         return logits
 
     def chain(
-        self,
-        batch: Batch,
-        noise: Tensor | None,
-        scale: float,
-        stop: c_int32,
-        target_ids: Tensor | None = None,
+        self, batch: Batch, noise: Tensor | None, scale: float, stop: c_int32, target_ids: Tensor | None
     ) -> tuple[list[int], Tensor]:
-        """Feed a chain, then further tokens on the head's own states, see `Engine.chain`."""
         self._features = self._states.of_first(batch.segments[0], batch.num_first).contiguous()
         states = self._tap_state(batch)
         result = super().chain(batch, noise, scale, stop, target_ids)
@@ -104,7 +87,7 @@ class HeadKernelRunner(NativeRunner):
         arguments.feature = self._features.data_ptr()
 
     def _tap_state(self, batch: Batch) -> Tensor:
-        """Have the last state of each row recorded, and return where, [rows, hidden_size]."""
+        """Let the next forward record the last state of each row; return them, [rows, hidden_size]."""
         states = torch.empty(len(batch.token_ids), 1, self.head.config.hidden_size)
         batch.taps = Taps((1,), states)
         return states[:, 0]
@@ -113,41 +96,26 @@ class HeadKernelRunner(NativeRunner):
 def _packed(
     name: str, head: EagleHead, max_context: int, quantised: Mapping[int, QuantisedMatrix]
 ) -> NativeModel:
-    """Lay out a head for `kernel.c`."""
     library = load_kernel().library
     assert library is not None
     config = head.config
-    model = NativeModel(
-        library, ModelWeights(), config.num_outputs, config.head_dim, head.rotary, max_context
-    )
+    num_outputs, head_dim = config.num_outputs, config.head_dim
+    model = NativeModel(library, ModelWeights(), num_outputs, head_dim, head.rotary, max_context)
     packer = Packer(library, model.kept, quantised)
     layer = cast(EagleLayer, head.layers[0])
-    attention, mlp = layer.self_attn, layer.mlp
-    layers = (LayerWeights * 1)(
-        LayerWeights(
-            packer.maps(attention.q_proj, attention.k_proj, attention.v_proj),
-            packer.maps(attention.o_proj),
-            packer.maps(mlp.gate_proj, mlp.up_proj),
-            packer.maps(mlp.down_proj),
-            packer.vector(layer.input_layernorm.weight),
-            packer.vector(layer.post_attention_layernorm.weight),
-            packer.vector(attention.q_norm.weight) if config.has_head_norms else None,
-            packer.vector(attention.k_norm.weight) if config.has_head_norms else None,
-            0,
-        )
-    )
+    attention = layer.self_attn
+    norms = (attention.q_norm.weight, attention.k_norm.weight) if config.has_head_norms else None
+    layers = (LayerWeights * 1)(packer.layer(layer, norms, None))
     model.kept.append(layers)
-    made = model.weights
-    made.hidden, made.intermediate = config.hidden_size, config.intermediate_size
-    made.heads, made.kv_heads = config.num_heads, config.num_kv_heads
-    made.head_dim, made.layers = config.head_dim, 1
-    made.scaling, made.norm_eps = config.head_dim**-0.5, config.norm_eps
-    made.embedding, made.embedding_scale = packer.embedding(head.embed_tokens.weight)
-    made.head = packer.maps(head.lm_head)
-    made.layer = layers
-    made.is_head = True
-    made.last_norm = packer.vector(head.norm.weight)
-    made.feature_norm = packer.vector(layer.hidden_norm.weight)
-    made.residual_is_normed, made.state_is_normed = config.norm_before_residual, config.norm_output
+    weights = model.weights
+    weights.hidden, weights.intermediate = config.hidden_size, config.intermediate_size
+    weights.heads, weights.kv_heads = config.num_heads, config.num_kv_heads
+    weights.head_dim, weights.layers = head_dim, 1
+    weights.scaling, weights.norm_eps = head_dim**-0.5, config.norm_eps
+    weights.embedding, weights.embedding_scale = packer.embedding(head.embed_tokens.weight)
+    weights.head, weights.layer, weights.is_head = packer.maps(head.lm_head), layers, True
+    weights.last_norm = packer.vector(head.norm.weight)
+    weights.feature_norm = packer.vector(layer.hidden_norm.weight)
+    weights.residual_is_normed, weights.state_is_normed = config.norm_before_residual, config.norm_output
     check_layout(name, model)
     return model

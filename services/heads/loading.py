@@ -29,7 +29,7 @@ def load_head(name: str, target: str, like: EagleHead | None = None) -> tuple[Ea
 
     Args:
         like: Another head of this target, which shares the embedding with this one if that has none. Nothing
-            of the target is loaded then, which transformers cannot do beside a thread that computes.
+            of the target is loaded then, which transformers cannot do while a thread computes.
 
     Returns:
         The head in float32, and the target's token of each row of its output, int64; None: row i is token i.
@@ -68,6 +68,4 @@ def load_head(name: str, target: str, like: EagleHead | None = None) -> tuple[Ea
 
 
 def _ours(key: str) -> str:
-    if key.startswith(OFFICIAL_LAYER):
-        return LAYER + key.removeprefix(OFFICIAL_LAYER)
-    return key
+    return LAYER + key.removeprefix(OFFICIAL_LAYER) if key.startswith(OFFICIAL_LAYER) else key

@@ -18,9 +18,7 @@ from services.heads.eagle import EagleConfig, EagleHead
 from services.heads.kernel import HeadKernelRunner, kernel_obstacle
 from services.heads.states import HeadStates
 
-_CHECK = "check"
-"""Session of the check at the end of loading."""
-
+_CHECK = "check"  # session of the check at the end of loading
 HEAD_CACHE_BYTES = 1 << 30
 """Budget of the caches of what drafts in a target worker."""
 
@@ -44,7 +42,6 @@ class HeadRunner(Runner):
         return self.head.fuse(states.to(weight.device, weight.dtype))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the logits [wanted rows, outputs] in float32; writes the new keys, values and states."""
         features = self._states.features(batch)
 
         def mix(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -77,7 +74,7 @@ def head_engine(
         target_ids: The target's token of each row of its output; None: row i is token i.
         budget_bytes: Upper bound of the caches of all sessions.
         weights: "auto" or "int8", which needs the compiled kernel.
-        uses_kernel: Use the compiled kernel where it covers the head.
+        uses_kernel: Whether to use the compiled kernel where it covers the head.
     """
     obstacle = kernel_obstacle(head) if uses_kernel else "the engine is transformers"
     if obstacle and weights != "auto":
@@ -106,6 +103,5 @@ def _check(engine: Engine, config: EagleConfig) -> None:
     (logits,) = engine.step([SequenceInput(_CHECK, 1, [0] * count, count, features=features)])
     engine.release(_CHECK)
     if not logits.isfinite().all():
-        file = weights_file(engine.model_name)
-        got = "numbers that are not finite"
-        raise InvalidModelError(engine.model_name, file, "its logits", got, "finite numbers")
+        name, got = engine.model_name, "numbers that are not finite"
+        raise InvalidModelError(name, weights_file(name), "its logits", got, "finite numbers")

@@ -29,10 +29,7 @@ class HeadStates:
         return CacheShape(1 + self._state_layers, self._rows, self._dim, dtype, device)
 
     def features(self, batch: Batch) -> Tensor:
-        """Return the feature of the position before each row: the given one, else the head's state.
-
-        Returns:
-            [rows, size], contiguous.
+        """Return the feature before each row, else the head's state there: [rows, size], contiguous.
 
         Raises:
             ValueError: A row has no feature, and the state before it is not in the cache.
@@ -60,17 +57,15 @@ class HeadStates:
 
     def of_first(self, segment: Segment, count: int) -> Tensor:
         """Return the feature of the position before each of the first rows of a segment, [count, size]."""
-        given = segment.features
-        num_given = 0 if given is None else len(given)
-        like = segment.cache.data
-        parts = [] if given is None else [given.to(like.device, like.dtype)]
-        if num_given < count:
-            parts.append(self.before(segment, range(num_given, count)))
+        features, like = segment.features, segment.cache.data
+        num_features = 0 if features is None else len(features)
+        parts = [] if features is None else [features.to(like.device, like.dtype)]
+        if num_features < count:
+            parts.append(self.before(segment, range(num_features, count)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _slot_before(segment: Segment, row: int) -> int:
-    """Return the slot of the token before a row's."""
     num_nodes = len(segment.parents or ())
     if row < segment.count - num_nodes:
         return segment.slot + row - 1

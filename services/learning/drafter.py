@@ -36,11 +36,11 @@ class LearningDrafter(Learner[HeadDrafter], TargetHead):
         super().end(session)
 
     def draft(self, requests: Sequence[Request]) -> list[Proposal]:
-        found: dict[int, Proposal] = {}
+        by_place: dict[int, Proposal] = {}
         for drafter, places in self._by_drafter(requests):
             proposals = drafter.draft([requests[place] for place in places])
-            found |= dict(zip(places, proposals, strict=True))
-        return [self._expect(copy, found[place]) for place, (copy, _, _) in enumerate(requests)]
+            by_place |= dict(zip(places, proposals, strict=True))
+        return [self._expect(copy, by_place[place]) for place, (copy, _, _) in enumerate(requests)]
 
     def prepare(self, requests: Sequence[Request], stop: c_int32) -> None:
         for drafter, places in self._by_drafter(requests):

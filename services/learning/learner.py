@@ -25,7 +25,7 @@ class Learner(Generic[T]):
         self._sessions: dict[str, LearningSession[T]] = {}
 
     def close(self) -> None:
-        """End what runs beside the sessions."""
+        """End the threads and processes that were started."""
         self.versions.close()
 
     def keeps(self, session_id: str) -> bool:
@@ -52,11 +52,12 @@ class Learner(Generic[T]):
 
     def _session(self, session_id: str, num_tokens: int) -> LearningSession[T]:
         """Return a session; one that begins here has so many tokens."""
-        found = self._sessions.get(session_id)
-        if found is None:
-            found = self._sessions[session_id] = self.versions.begin(session_id, num_tokens)
-            found.is_kept = found.is_kept and sum(one.is_kept for one in self._sessions.values()) <= MAX_KEPT
-        return found
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = self._sessions[session_id] = self.versions.begin(session_id, num_tokens)
+            num_kept = sum(other.is_kept for other in self._sessions.values())
+            session.is_kept = session.is_kept and num_kept <= MAX_KEPT
+        return session
 
 
 def check_head(learn: str, head: str) -> None:

@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 def trainer_command(folder: Path, target: str, drafter: str) -> list[str]:
     """Return the command of the process that trains for a folder."""
     options = {"folder": folder, "target": target, "drafter": drafter, "parent": os.getpid()}
-    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "services.train.live", *given]
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "services.train.live", *arguments]
 
 
 class TrainingProcess:
@@ -74,7 +74,6 @@ class TrainingProcess:
             if self._stop.is_set():
                 return 0
             # PDEATHSIG is about the thread that starts the process: this one, which outlives it.
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, env={**_MALLOC, **os.environ}
-            )
+            environment = {**_MALLOC, **os.environ}
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, env=environment)
         return self._process.wait()

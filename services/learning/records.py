@@ -54,15 +54,10 @@ T = TypeVar("T")
 
 @dataclass
 class Buffer:
-    """The states of a session's newest positions, without gaps.
+    """The states of a session's newest positions, without gaps."""
 
-    Attributes:
-        end: Position after the last one.
-        parts: States [positions, taps, hidden_size], in order.
-    """
-
-    end: int = 0
-    parts: list[Tensor] = field(default_factory=list)
+    end: int = 0  # position after the last one
+    parts: list[Tensor] = field(default_factory=list)  # states [positions, taps, hidden_size], in order
 
     @property
     def start(self) -> int:
@@ -72,8 +67,8 @@ class Buffer:
     def take(self, start: int, states: Tensor) -> None:
         """Add states; they replace those of the same positions and all later ones."""
         if start != self.end:
-            first, kept = self.start, torch.cat(self.parts) if self.parts else states[:0]
-            self.parts = [kept[: start - first]] if first < start <= self.end else []
+            first, buffered = self.start, torch.cat(self.parts) if self.parts else states[:0]
+            self.parts = [buffered[: start - first]] if first < start <= self.end else []
         self.parts.append(states[-MAX_POSITIONS:].to("cpu", torch.bfloat16, copy=True))
         self.end = start + len(states)
         while self.end - self.start - len(self.parts[0]) >= MAX_POSITIONS:
@@ -117,11 +112,7 @@ class Recorder:
         buffer: Buffer,
         is_allowed: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Write an ended session's stream, with its states, unless too many wait for the disk.
-
-        Args:
-            is_allowed: Whether it may be kept by the consents on disk, before and after it is written.
-        """
+        """Write an ended session's stream, unless too many wait; `is_allowed` is asked before and after."""
         if self._waiting.qsize() >= _WAITING:
             _log.warning("the disk is too slow: a stream is not learnt from")
             return
@@ -205,11 +196,11 @@ def _forget(folder: Path, session_id: str) -> None:
             stream.path.unlink(missing_ok=True)
 
 
-def _paced(work: Iterable[T]) -> Iterator[T]:
+def _paced(items: Iterable[T]) -> Iterator[T]:
     """Yield from what takes long, and let other threads run between short pieces of it."""
     ends = time.perf_counter() + _PIECE_S
-    for one in work:
-        yield one
+    for item in items:
+        yield item
         if time.perf_counter() > ends:
             time.sleep(_PAUSE_S)
             ends = time.perf_counter() + _PIECE_S

@@ -43,7 +43,6 @@ class SwappedHead(Learner[str], FixedHead):
         self._swap, self._has_warned = swap, False
 
     def take_turns(self, now_s: float) -> None:
-        """Let the version draft whose turn it is; one that cannot be loaded is rolled back."""
         number, directory = self.versions.choose(OPEN, ("", int(now_s / SPAN_S)))
         if number == self.number:
             return
@@ -58,13 +57,13 @@ class SwappedHead(Learner[str], FixedHead):
         self.versions.count(OPEN, number, (session_id, position // _PART), is_accepted)
 
     def _session(self, session_id: str, num_tokens: int) -> LearningSession[str]:
-        found = super()._session(session_id, num_tokens)
-        if found.name not in (OPEN, None):
-            found.is_kept = False
+        session = super()._session(session_id, num_tokens)
+        if session.name not in (OPEN, None):
+            session.is_kept = False
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning("with API keys nothing is learnt: vLLM has one version of a head for all")
-        return found
+        return session
 
 
 def check_swapped(learn: str, head: str) -> None:

@@ -1,7 +1,7 @@
-"""The versions of a drafter that is trained while it serves: which drafts for whom, and what is kept.
+"""The versions of a drafter that is trained while it serves: which one drafts for a session, what is kept.
 
 Sessions of a tenant draft with its drafter's stable version, a share of their text with the candidate.
-Versions are loaded in another thread beside those that serve, and take over between two proposals: tokens
+Versions are loaded in another thread while others serve, and take over between two proposals: tokens
 stay what they are, whichever version drafts.
 """
 
@@ -68,24 +68,15 @@ class _LoadedVersions(Generic[T]):
 
 @dataclass
 class LearningSession(Generic[T]):
-    """A session that drafts here.
+    """A session that drafts here."""
 
-    Attributes:
-        name: Its tenant's drafter; None: the drafter of the start.
-        number: Number of the version that drafts for it.
-        consent: Number of its tenant's consent when it began; None without one.
-        is_kept: Whether its stream is recorded when it ends.
-        buffer: The target's states that its head reads.
-        tested: Length of the tokens before the last proposal, and its first token; None without one.
-    """
-
-    name: str | None
-    number: int
+    name: str | None  # its tenant's drafter; None: the drafter of the start
+    number: int  # of the version that drafts for it
     version: T
-    consent: int | None
-    is_kept: bool
-    buffer: Buffer = field(default_factory=Buffer)
-    tested: tuple[int, int] | None = None
+    consent: int | None  # number of its tenant's consent when it began; None without one
+    is_kept: bool  # whether its stream is recorded when it ends
+    buffer: Buffer = field(default_factory=Buffer)  # the target's states that its head reads
+    tested: tuple[int, int] | None = None  # number of tokens before the last proposal, and its first token
 
 
 class LoadedDrafters(Generic[T]):
@@ -104,11 +95,7 @@ class LoadedDrafters(Generic[T]):
     """
 
     def __init__(
-        self,
-        base: T,
-        load: Callable[[str], T],
-        folder: LearningFolder,
-        command: Sequence[str] | None = None,
+        self, base: T, load: Callable[[str], T], folder: LearningFolder, command: Sequence[str] | None = None
     ) -> None:
         folder.secure()
         self._base, self._load, self._folder = base, load, folder
@@ -203,7 +190,6 @@ class LoadedDrafters(Generic[T]):
             self._failures.pop(part, None)
 
     def _watch(self) -> None:
-        """Follow the folder: load versions, and decide on candidates."""
         for look in itertools.count():
             with self._reported("the folder"):
                 self._look(look)
@@ -239,32 +225,30 @@ class LoadedDrafters(Generic[T]):
             self._recorder.trim(store.path / "records", tenants)
 
     def _follow(self, store: DrafterFolder) -> None:
-        found = store.read()
-        arms = self._arms.get(store.path.name)
-        if arms is not None and found.candidate is not None and found.candidate == arms.candidate:
+        name, state = store.path.name, store.read()
+        arms = self._arms.get(name)
+        if arms is not None and state.candidate is not None and state.candidate == arms.candidate:
             decision, evidence = arms.canary.decide(), str(arms.canary)
             if decision is Decision.PROMOTE:
-                store.promote(found.candidate)
+                store.promote(state.candidate)
             elif decision is Decision.ROLL_BACK:
-                store.roll_back(found.candidate, evidence)
+                store.roll_back(state.candidate, evidence)
             if decision is not Decision.WAIT:
-                name, number = store.path.name, found.candidate
-                _log.info("version %d of %s: %s; %s", number, name, decision.value, evidence)
-            found = store.read()
-        if arms is not None and (arms.stable, arms.candidate) == (found.stable, found.candidate):
+                _log.info("version %d of %s: %s; %s", state.candidate, name, decision.value, evidence)
+            state = store.read()
+        if arms is not None and (arms.stable, arms.candidate) == (state.stable, state.candidate):
             return
         loaded = {0: self._base} if arms is None else {0: self._base, **arms.versions}
-        numbers = [number for number in (found.stable, found.candidate) if number is not None]
+        numbers = [number for number in (state.stable, state.candidate) if number is not None]
         for number in numbers:
-            if number in loaded:
-                continue
-            try:
-                loaded[number] = self._load(str(store.directory(number)))
-            except Exception as error:
-                self.reject(store.path.name, number, error)
-                return  # the next look finds it rolled back
+            if number not in loaded:
+                try:
+                    loaded[number] = self._load(str(store.directory(number)))
+                except Exception as error:
+                    self.reject(name, number, error)
+                    return  # the next look finds it rolled back
         versions = {number: loaded[number] for number in numbers}
-        self._arms = {**self._arms, store.path.name: _LoadedVersions(found.stable, found.candidate, versions)}
+        self._arms = {**self._arms, name: _LoadedVersions(state.stable, state.candidate, versions)}
 
 
 def is_own(drafter: str) -> bool:
@@ -292,5 +276,4 @@ def _described(directory: str) -> tuple[Any, Any]:
 
 def _tenant_of(session_id: str) -> str:
     """Return the tenant of a qualified session id, empty without API keys."""
-    tenant, separator, _ = session_id.partition(":")
-    return tenant if separator else ""
+    return session_id.partition(":")[0] if ":" in session_id else ""

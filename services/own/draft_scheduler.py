@@ -26,7 +26,7 @@ from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import ProposeTask, Reply, Timing
+from services.scheduling.tasks import ProposeTask, Reply
 from services.speculation.drafting import PendingProposal
 from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.speculation.predictor import DraftModel
@@ -36,21 +36,16 @@ from services.vocabulary.translation import Translation
 
 @dataclass(slots=True, eq=False)
 class _DraftBlock(Running[ProposeTask]):
-    """A block whose proposal is being drafted."""
-
     pending: PendingProposal = field(kw_only=True)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the cache after the next forward."""
         return self.pending.num_tokens
 
     def feed(self, start: int, size: int, *, is_last: bool) -> SequenceInput:
-        """Return the feed of missing committed tokens, or of the open nodes."""
         return self.pending.feed(start, size)
 
     def advance(self) -> bool:
-        """Read as far as there are predictions; return whether a forward is needed to read further."""
         is_open = self.pending.advance()
         self.num_logits = self.pending.num_logits
         return is_open
@@ -114,27 +109,20 @@ class DraftScheduler(Scheduler[ProposeTask, _DraftBlock]):
         super().submit(tasks)
 
     def preempt(self, tasks: Iterable[ProposeTask]) -> None:
-        """End the current forward soon if a caller waits for one of `tasks`.
-
-        A draft-ahead forward regains its usual priority, and the current forward is the last of its call.
-        """
         if all(task.is_notice for task in tasks):
             return
         self._stop.value = 1
         self.lookahead.preempt()
 
     def step(self) -> list[tuple[ProposeTask, Reply]]:
-        """Serve as many blocks as fit, or draft ahead when there are none; return the answers."""
         if self.is_idle:
-            return [(one.task, Reply(0, one.task.session_id, one)) for one in self.lookahead.step()]
+            prepared = self.lookahead.step()
+            return [(ahead.task, Reply(0, ahead.task.session_id, ahead)) for ahead in prepared]
         for block in self._running.values():
             if not (block.pending.is_at_root or block.pending.speculation.is_held):
                 block.pending.restart()  # the session's cache was evicted
                 block.advance()
         return super().step()
-
-    def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
-        super()._reply(task, None if task.is_notice else outcome, timing)
 
     def _forget(self, session: SessionCopy) -> None:
         self.speculations.pop(session.session_id, None)
@@ -160,8 +148,7 @@ class DraftScheduler(Scheduler[ProposeTask, _DraftBlock]):
         reading = speculation.read(speculation.tree.root, shape)
         if reading is None:
             return Proposal()
-        # Draft-ahead may have to continue after the proposal.
-        num_beyond = self.lookahead.num_beyond
+        num_beyond = self.lookahead.num_beyond  # draft-ahead may have to continue after the proposal
         pending = PendingProposal(speculation, reading, self.limits.max_batch_tokens, num_beyond)
         block = _DraftBlock(task, session, [], num_logits=1, pending=pending)
         return block if block.advance() else self._finish(block)

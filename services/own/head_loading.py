@@ -46,19 +46,15 @@ def check_local_drafter(settings: TargetSettings) -> None:
     if folder is not None and names_head(name):
         read_config(name, folder, tensor_names(folder), load_config(target).get_text_config())
     elif early_exit_layers(name, field="head") is None:
-        own, theirs = vocab_sha256(name), vocab_sha256(target)
-        has_other_tokens = target_size(name) != target_size(target) or (own and theirs and own != theirs)
+        digests = {vocab_sha256(name), vocab_sha256(target)} - {""}
+        has_other_tokens = target_size(name) != target_size(target) or len(digests) == 2
         if has_other_tokens or is_parallel(name):
             allowed = f"an EAGLE-3 head, or an ordinary draft model with the vocabulary of {target}"
             raise InvalidArgumentError("head", name, allowed)
 
 
 def load_local_drafter(settings: TargetSettings, engine: Engine) -> LocalDrafter:
-    """Load the head or draft model, which has been checked, that the settings of a target worker name.
-
-    Raises:
-        UnsupportedModelError: A flag, a size or a tensor is not supported.
-    """
+    """Load the checked head or draft model that settings name; UnsupportedModelError if that fails."""
     target, name = _names(settings)
     if not names_head(name):
         return _load_draft_model(settings, name, target, engine)

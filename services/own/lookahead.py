@@ -54,11 +54,7 @@ def can_use_idle_priority() -> bool:
 
 
 class NoLookahead:
-    """Prepares nothing.
-
-    Attributes:
-        num_beyond: Tokens after a proposal that a parallel draft has to predict, too.
-    """
+    """Prepares nothing; `num_beyond` is how many tokens after a proposal a parallel draft predicts, too."""
 
     num_beyond = 0
 

@@ -38,10 +38,10 @@ class PromptScores:
         for first in range(start, min(start + len(logits), len(self._targets)), _SLICE_ROWS):
             end = min(first + _SLICE_ROWS, start + len(logits), len(self._targets))
             log_probs = logits[first - start : end - start].double().log_softmax(-1)
-            own = log_probs.gather(1, self._targets[first:end, None].to(log_probs.device))
+            scores = log_probs.gather(1, self._targets[first:end, None].to(log_probs.device))
             top = log_probs.topk(self._num_top)
-            self._logprobs[first:end] = own[:, 0].cpu()
-            self._ranks[first:end] = (log_probs > own).sum(-1).cpu() + 1
+            self._logprobs[first:end] = scores[:, 0].cpu()
+            self._ranks[first:end] = (log_probs > scores).sum(-1).cpu() + 1
             self._top_ids[first:end] = top.indices.cpu()
             self._top[first:end] = top.values.cpu()
             self._is_known[first:end] = True

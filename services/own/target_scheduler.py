@@ -28,27 +28,17 @@ from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import Scheduler
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import Reply, VerifyTask
-from services.speculation.local_drafter import TargetHead
+from services.speculation.local_drafter import Request, TargetHead
 from services.verification.verdicts import judge, token_logprobs
 
 
 @dataclass(slots=True, eq=False)
 class _Verifying(Running[VerifyTask]):
-    """A running verification.
-
-    Args:
-        scores: Collects the requested log-probabilities of the prompt.
-        must_draft: Whether the head has to draft before the first forward.
-        is_expected: Whether it may have done so ahead.
-        must_mask: Whether the next forward that includes it must wait for them.
-        states: Hidden states of the last feed's tokens, [tokens, taps, hidden_size]; for a head.
-    """
-
-    scores: PromptScores | None = None
-    must_draft: bool = False
-    is_expected: bool = False
-    must_mask: bool = False
-    states: Tensor | None = None
+    scores: PromptScores | None = None  # collects the requested log-probabilities of the prompt
+    must_draft: bool = False  # whether the head has to draft before the first forward
+    is_expected: bool = False  # whether it may have done so ahead
+    must_mask: bool = False  # whether the next forward that includes it must wait for its masks
+    states: Tensor | None = None  # for a head: states of the last feed's tokens, [tokens, taps, hidden_size]
 
     @property
     def is_ready(self) -> bool:
@@ -64,9 +54,7 @@ class _Verifying(Running[VerifyTask]):
 class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
     """Feeds the committed tokens that are not cached and then a whole proposal, and verifies it.
 
-    Args:
-        head: Drafts for blocks that ask for it.
-        draft_ahead: Whether the head drafts while no block waits.
+    `head` drafts for blocks that ask for it, and with `draft_ahead` while no block waits.
     """
 
     role: ClassVar[str] = "target"
@@ -102,17 +90,14 @@ class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
         super().submit(tasks)
 
     def preempt(self, tasks: Iterable[VerifyTask]) -> None:
-        """Make the current forward of draft-ahead the last one."""
         self._stop.value = 1
 
     def close(self) -> None:
-        """End the threads of the masks, too."""
         self._masks.close()
         self._head.close()
         super().close()
 
     def step(self) -> list[tuple[VerifyTask, Reply]]:
-        """Serve as many blocks as fit, or draft ahead when there are none; return the answers."""
         if not self.is_idle:
             return super().step()
         length, ahead, self._ahead = self.engine.length, self._ahead, {}
@@ -151,23 +136,20 @@ class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
 
     def _draft_blocks(self) -> None:
         """Draft for the oldest blocks that leave it to the head, as many as a step may verify."""
-        drafting, num_tokens = list[_Verifying](), 0
-        for one in self._running.values():
-            if one.must_draft and one.task.head is not None:
-                num_tokens += 1 + max(one.task.head.depth, one.task.head.max_nodes)
+        drafting, requests, num_tokens = list[_Verifying](), list[Request](), 0
+        for running in self._running.values():
+            if running.must_draft and (shape := running.task.head) is not None:
+                num_tokens += 1 + max(shape.depth, shape.max_nodes)
                 if drafting and num_tokens > self.budget.num_tokens:
                     break
-                drafting.append(one)
+                drafting.append(running)
+                num_cached = self.engine.length(running.session.session_id)
+                requests.append((running.session, shape, num_cached))
+                running.must_draft = False
         if not drafting:
             return
-        asked = []
-        for running in drafting:
-            assert running.task.head is not None
-            num_cached = self.engine.length(running.session.session_id)
-            asked.append((running.session, running.task.head, num_cached))
-            running.must_draft = False
         began = time.perf_counter()
-        proposals = self._head.draft(asked)
+        proposals = self._head.draft(requests)
         took_us = int((time.perf_counter() - began) * 1e6)
         for running, proposal in zip(drafting, proposals, strict=True):
             running.timing.head_us = took_us

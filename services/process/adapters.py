@@ -47,20 +47,19 @@ def max_rank(directories: Mapping[str, str]) -> int:
         except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
             reason = f"{_CONFIG} cannot be read ({type(error).__name__}: {error})"
             raise adapter_error(name, directory, reason) from error
-        most, said = max(ranks), " or ".join(map(str, sorted(ranks)))
+        most, rank = max(ranks), " or ".join(map(str, sorted(ranks)))
         if kind != "LORA" or min(ranks) < 1 or most > RANKS[-1]:
-            raise adapter_error(name, directory, f"its kind is {kind}, its rank {said}, at most {RANKS[-1]}")
+            raise adapter_error(name, directory, f"its kind is {kind}, its rank {rank}, at most {RANKS[-1]}")
         for tensor, shape in _shapes(name, directory).items():
             axis = _RANK_AXES.get(tensor.removesuffix(".weight").rpartition(".")[2])
             if axis is not None and len(shape) == 2 and shape[axis] not in ranks:
-                reason = f"{tensor} has rank {shape[axis]}, {_CONFIG} says {said}"
+                reason = f"{tensor} has rank {shape[axis]}, {_CONFIG} says {rank}"
                 raise adapter_error(name, directory, reason)
         largest = max(largest, most)
     return next(rank for rank in RANKS if rank >= largest)
 
 
 def _shapes(name: str, directory: str) -> dict[str, Sequence[int]]:
-    """Return the shape of each tensor of an adapter."""
     path = _weights(directory)
     try:
         if path.suffix == ".safetensors":
@@ -94,7 +93,7 @@ def _file(directory: str, name: str) -> Path:
     path = Path(directory) / name
     if path.is_file() or Path(directory).exists():
         return path
-    found = try_to_load_from_cache(directory, name)
-    if not isinstance(found, str):
+    cached = try_to_load_from_cache(directory, name)
+    if not isinstance(cached, str):
         raise FileNotFoundError(f"{path} does not exist")
-    return Path(found)
+    return Path(cached)

@@ -22,8 +22,6 @@ from gammaray.vocabulary import vocabulary_sha256
 UNREADABLE = (GammarayError, OSError, ValueError, KeyError, TypeError, struct.error)
 """What may be raised for weights that cannot be found or read."""
 
-_log = logging.getLogger(__name__)
-
 WHOLE_BYTES = 64 << 10
 """Tensors up to this size are read entirely."""
 
@@ -39,6 +37,8 @@ _NOT_THE_MODEL = frozenset({"transformers_version", "dtype", "torch_dtype"})
 # In the order of transformers: the first kind that exists is loaded.
 _KINDS = ("model.safetensors", "pytorch_model.bin")
 
+_log = logging.getLogger(__name__)
+
 
 def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) -> str:
     """Return `sha256/dtype`, followed by `/deterministic/device` in that mode.
@@ -48,12 +48,10 @@ def model_identity(model: str, *, dtype: str, device: str, deterministic: bool) 
     try:
         digest = weights_sha256(model)
     except UNREADABLE as error:
-        _log.warning(
-            "%s has no model identity, so its sessions are not bound to its weights: %s", model, error
-        )
+        message = "%s has no model identity, so its sessions are not bound to its weights: %s"
+        _log.warning(message, model, error)
         return ""
-    how = f"{dtype}/deterministic/{device}" if deterministic else dtype
-    return f"{digest}/{how}"
+    return f"{digest}/{dtype}/deterministic/{device}" if deterministic else f"{digest}/{dtype}"
 
 
 def weights_sha256(model: str) -> str:
@@ -61,8 +59,11 @@ def weights_sha256(model: str) -> str:
 
     Errors of missing and unreadable files are those of `UNREADABLE`.
     """
-    digest = hashlib.sha256()
-    for part in _parts(_folder(model)):
+    folder = _folder(model)
+    config = json.loads((folder / "config.json").read_text())
+    fields = {k: v for k, v in config.items() if k not in _NOT_THE_MODEL and not k.startswith("_")}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+    for part in _weights(folder):
         digest.update(part)
     return digest.hexdigest()
 
@@ -81,9 +82,8 @@ def check_drafter(model: str, target: str) -> None:
         tokenizer = described["tokenizer"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         allowed = f"a drafter whose {DRAFTER_FILE} names the fingerprints of target and tokenizer"
-        raise InvalidArgumentError(
-            "model", f"{model!r} ({type(error).__name__}: {error})", allowed
-        ) from error
+        got = f"{model!r} ({type(error).__name__}: {error})"
+        raise InvalidArgumentError("model", got, allowed) from error
     if described.get("format") != 1:
         raise InvalidArgumentError("model", model, f"a drafter whose {DRAFTER_FILE} has format 1")
     try:
@@ -103,31 +103,19 @@ def _drafter_file(model: str) -> Path | None:
     if path.exists() or path.is_absolute():
         return path / DRAFTER_FILE if (path / DRAFTER_FILE).is_file() else None
     try:
-        found = cached_file(model, DRAFTER_FILE, _raise_exceptions_for_missing_entries=False)
+        cached = cached_file(model, DRAFTER_FILE, _raise_exceptions_for_missing_entries=False)
     except (OSError, HFValidationError):  # early-exit:N, or no model of the hub
         return None
-    return None if found is None else Path(found)
-
-
-def _parts(folder: Path) -> Iterator[bytes]:
-    """Yield the bytes to digest of a model in a directory."""
-    yield _config(folder)
-    yield from _weights(folder)
+    return None if cached is None else Path(cached)
 
 
 def _folder(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model)
-    found = try_to_load_from_cache(model, "config.json")
-    if not isinstance(found, str):
+    cached = try_to_load_from_cache(model, "config.json")
+    if not isinstance(cached, str):
         raise FileNotFoundError(f"{model} is not in the hub's cache")
-    return Path(found).parent
-
-
-def _config(folder: Path) -> bytes:
-    config = json.loads((folder / "config.json").read_text())
-    kept = {k: v for k, v in config.items() if k not in _NOT_THE_MODEL and not k.startswith("_")}
-    return json.dumps(kept, sort_keys=True).encode()
+    return Path(cached).parent
 
 
 def _weights(folder: Path) -> Iterator[bytes]:
@@ -153,9 +141,8 @@ def _files(folder: Path) -> Iterable[Path]:
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.is_file():
-            return [
-                folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            ]
+            files = set(json.loads(index.read_text())["weight_map"].values())
+            return [folder / file for file in sorted(files)]
     return []
 
 

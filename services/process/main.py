@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gammaray.config import WorkerSettings, parse_adapters
@@ -43,9 +43,8 @@ def run(
         SystemExit: After `--help`.
     """
     try:
-        settings, _ = parse_settings(
-            settings_class, f"python -m {prog}", sys.argv[1:] if argv is None else argv
-        )
+        arguments = sys.argv[1:] if argv is None else argv
+        settings, _ = parse_settings(settings_class, f"python -m {prog}", arguments)
         check_installed(settings.engine, settings.device)
         check_serving(settings)
         for field in _MODELS:
@@ -57,7 +56,12 @@ def run(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     module, _, name = worker.partition(":")
     worker_class = getattr(importlib.import_module(module), name)
-    return _run_loop(_serve(prog, worker_class(settings)))
+    serving = _serve(prog, worker_class(settings))
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(serving)
+    return int(uvloop.run(serving))
 
 
 async def _serve(prog: str, worker: Any) -> int:
@@ -88,11 +92,3 @@ async def _serve(prog: str, worker: Any) -> int:
         logging.shutdown()
         os._exit(1)
     return 0 if is_clean and not ended.done() else 1
-
-
-def _run_loop(main: Coroutine[Any, Any, int]) -> int:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    return int(uvloop.run(main))

@@ -25,12 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Announcer:
-    """Keeps one worker's registry entry alive.
-
-    Args:
-        address: host:port at which orchestrators reach the worker; its info call returns the rest.
-        prefix: Beginning of the keys of the worker's cluster.
-    """
+    """Keeps one worker's registry entry alive; orchestrators reach it at `address` (host:port)."""
 
     def __init__(self, redis_url: str, role: str, address: str, prefix: str = REDIS_PREFIX) -> None:
         self.key = f"{prefix}:worker:{role}:{uuid.uuid4().hex[:12]}"
@@ -41,11 +36,7 @@ class Announcer:
         self._is_reachable = True
 
     async def start(self) -> None:
-        """Announce the worker, and renew the entry from now on.
-
-        Raises:
-            InvalidArgumentError: Redis answers, and is not a server that gammaray works with.
-        """
+        """Announce the worker from now on; InvalidArgumentError for a Redis that is not supported."""
         await self._refresh()
         if self._is_reachable:
             await check_server(self._redis, self._url)

@@ -29,16 +29,15 @@ from services.streaming.messages import Model
 from services.streaming.streams import Streams
 from services.streaming.tracing import BlockTracer
 
-_log = logging.getLogger(__name__)
-
-# Time for streams without pending blocks to end after the drain.
-_CLOSE_GRACE_S = 0.5
+_CLOSE_GRACE_S = 0.5  # for streams without pending blocks to end after the drain
 _STEP_TIMEOUT_S = 30.0
 MAX_STEP_S = 0.05
 """Seconds that a step of more than 32 tokens may take while several sessions are served: a block that arrives
 waits for it, about as long as a cycle takes."""
 _LOAD_TIMEOUT_S = 5.0
 _WATCH_PERIOD_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
 

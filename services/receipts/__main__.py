@@ -85,16 +85,16 @@ def _verdict(
     """Return the verdict; the target is loaded for the first receipt that is not refused unseen."""
     dtype = ""
     try:
-        found = SignedReceipt.parse(line)
-        dtype = found.receipt.dtype
+        signed = SignedReceipt.parse(line)
+        dtype = signed.receipt.dtype
         if keys is not None:
-            found.check(keys.keys)
+            signed.check(keys.keys)
         if dtypes and dtype not in dtypes:
             allowed = f"{' or '.join(dtypes)}, as --dtype or the key set demands"
             raise InvalidArgumentError("model_identity", dtype, allowed)
     except Exception as error:  # a line is of another program, and the others are to be checked
         return refusal(error, dtype)
-    return checker().verdict(found.receipt)
+    return checker().verdict(signed.receipt)
 
 
 def _sentence(verdict: ReceiptVerdict, signature: str) -> str:
@@ -115,12 +115,12 @@ def _sentence(verdict: ReceiptVerdict, signature: str) -> str:
 def summaries(verdicts: Sequence[ReceiptVerdict]) -> Iterator[str]:
     """Yield a line per dtype and margin of the valid receipts, and whether they have too few ties."""
     valid = [verdict for verdict in verdicts if verdict.result == "valid"]
-    for dtype, margin in sorted({(one.dtype, one.margin) for one in valid}):
-        those = [one for one in valid if (one.dtype, one.margin) == (dtype, margin)]
-        tokens, ties = sum(one.num_tokens for one in those), sum(one.num_ties for one in those)
-        summary = f"valid in {dtype or 'an unknown dtype'}, margin {margin:g}: {len(those)} receipts, "
+    for dtype, margin in sorted({(verdict.dtype, verdict.margin) for verdict in valid}):
+        group = [verdict for verdict in valid if (verdict.dtype, verdict.margin) == (dtype, margin)]
+        tokens, ties = sum(v.num_tokens for v in group), sum(v.num_ties for v in group)
+        summary = f"valid in {dtype or 'an unknown dtype'}, margin {margin:g}: {len(group)} receipts, "
         yield f"{summary}{tokens} tokens, {ties} of them within the margin only"
-        sampled = sum(one.num_tokens for one in those if one.temperature > 0)
+        sampled = sum(verdict.num_tokens for verdict in group if verdict.temperature > 0)
         chance = (1 - LEAST_TIES.get(dtype, 0.0)) ** sampled
         if not ties and chance <= MAX_CHANCE:
             yield (

@@ -58,34 +58,24 @@ _MAX_REASON = 500
 class ReceiptVerdict:
     """What the check of a receipt found.
 
-    Attributes:
-        result: valid: every token follows from checkpoint, prompt, parameters and seed; invalid: one does
-            not; refused: this cannot be checked here.
-        dtype: Of the target's arithmetic, as the receipt names it; empty if it cannot be read.
-        reason: Why it is invalid or refused; else empty.
-        temperature: Of the request; 0 where the receipt was refused.
-        num_tokens: Emitted tokens that were checked.
-        num_ties: Of these, how many are the argmax only after a change of logits within the margin.
-        largest_gap: The largest `gap` of these, at most the margin.
-        margin: How far two logits may move towards each other to make a token the argmax.
-        position: Index of the first wrong token among the emitted ones.
-        expected: The token in its place.
-        gap: How far its score log p + noise is above that of `token`, times the temperature: nats of a logit.
-            With `top_p`, at the mass within the margin that just keeps `token`. None: it cannot be drawn.
+    It is valid if every token follows from checkpoint, prompt, parameters and seed, invalid if one does not,
+    and refused if this cannot be checked here. The gap is how far the score log p + noise of `expected` is
+    above that of `token`, times the temperature: nats of a logit. With `top_p`, it is at the mass within the
+    margin that just keeps `token`.
     """
 
     result: Literal["valid", "invalid", "refused"]
-    reason: str = ""
-    dtype: str = ""
-    temperature: float = 0.0
-    num_tokens: int = 0
-    num_ties: int = 0
-    largest_gap: float = 0.0
-    margin: float = 0.0
-    position: int | None = None
-    token: int | None = None
-    expected: int | None = None
-    gap: float | None = None
+    reason: str = ""  # why it is invalid or refused
+    dtype: str = ""  # of the target's arithmetic, as the receipt names it; empty if it cannot be read
+    temperature: float = 0.0  # of the request; 0 where the receipt was refused
+    num_tokens: int = 0  # emitted tokens that were checked
+    num_ties: int = 0  # of these, how many are the argmax only after a change of logits within the margin
+    largest_gap: float = 0.0  # the largest gap of these, at most the margin
+    margin: float = 0.0  # how far two logits may move towards each other to make a token the argmax
+    position: int | None = None  # index of the first wrong token among the emitted ones
+    token: int | None = None  # the wrong one
+    expected: int | None = None  # the token in its place
+    gap: float | None = None  # None: `token` cannot be drawn
 
 
 def refusal(error: Exception, dtype: str = "") -> ReceiptVerdict:
@@ -139,22 +129,21 @@ class ReceiptChecker:
         """Check that the receipt is for this checkpoint; return the margin."""
         weights, *_ = receipt.model_identity.split("/")
         dtype = receipt.dtype
-        given = {
+        facts = {
             "verification": (receipt.verification, VerificationMethod.COUPLED),
             "model_identity": (weights or "none", self._weights),
             "tokenizer": (receipt.tokenizer, self._tokenizer),
             "eos_token_ids": (set(receipt.eos_token_ids), set(self._eos) or set(receipt.eos_token_ids)),
             "grammars": (receipt.grammars, grammar_identity() if receipt.sampling.grammar else ""),
         }
-        for field, (got, own) in given.items():
-            if got != own:
-                raise InvalidArgumentError(field, got, f"{own}, that of the target here")
+        for field, (got, expected) in facts.items():
+            if got != expected:
+                raise InvalidArgumentError(field, got, f"{expected}, that of the target here")
         if "lora" in receipt.model_identity.split("/")[2:]:
             raise InvalidArgumentError("model_identity", "a LoRA adapter", "a model without one")
         if self._margin is None and dtype not in MARGINS:
-            raise InvalidArgumentError(
-                "model_identity", dtype, f"a dtype of {', '.join(MARGINS)}, or a margin"
-            )
+            allowed = f"a dtype of {', '.join(MARGINS)}, or a margin"
+            raise InvalidArgumentError("model_identity", dtype, allowed)
         for field in ("prompt_token_ids", "token_ids"):
             check_token_ids(field, getattr(receipt, field), self.engine.vocab_size)
         length = len(receipt.prompt_token_ids) + len(receipt.token_ids)
@@ -212,8 +201,6 @@ class ReceiptChecker:
 
 
 class _Pass:
-    """One forward pass over a receipt's tokens."""
-
     def __init__(self, engine: Engine, receipt: Receipt, margin: float, grammars: Grammars) -> None:
         self._engine, self._receipt, self._half = engine, receipt, margin / 2
         prompt, params = receipt.prompt_token_ids, receipt.sampling
@@ -257,9 +244,9 @@ class _Pass:
             if self._edits is not None:
                 self._edits.follow(self._tokens[:at])
             proposal = Proposal(tuple(self._tokens[at : end - 1]))
-            found = judge(self._spec, proposal, row, at, self._noise, self._edits)
-            at += len(found.accepted_path)
-            if found.next_token_id != self._tokens[at] and not self._is_tie(logits[at - start], at):
+            verdict = judge(self._spec, proposal, row, at, self._noise, self._edits)
+            at += len(verdict.accepted_path)
+            if verdict.next_token_id != self._tokens[at] and not self._is_tie(logits[at - start], at):
                 return False
             at += 1
             self._note(num_tokens=at - self._num_prompt)
@@ -279,23 +266,20 @@ class _Pass:
             return True
         number = at - self._num_prompt
         reason = f"token {number} is {token}, expected {expected}"
+        wrong = {"position": number, "token": token, "expected": expected}
         known = gap if math.isfinite(gap) else None
-        wrong = {"position": number, "token": token, "expected": expected, "gap": known}
-        self._note(result="invalid", reason=reason, num_tokens=number, **wrong)
+        self._note(result="invalid", reason=reason, num_tokens=number, gap=known, **wrong)
         return False
 
     def _can_win(self, logits: Tensor, at: int) -> bool:
-        """Whether the token at a position is the argmax after small changes; `logits` [1, vocab] is changed.
-
-        Those that win in its place are lowered, one after another.
-        """
+        """Whether the token at a position is the argmax after small changes, made to `logits` [1, vocab]."""
         token, lowered = self._tokens[at], set[int | None]()
         logits[0, token] += self._half
         while True:
             (best,) = best_tokens(self._scores(logits, at, is_lenient=True))
             if best in lowered or best is None or best == token:
                 return best == token
-            lowered.add(best)
+            lowered.add(best)  # one after another of those that win in its place
             logits[0, best] -= self._half
 
     def _scores(self, logits: Tensor, at: int, *, is_lenient: bool = False) -> Tensor:

@@ -29,21 +29,13 @@ TaskT = TypeVar("TaskT", bound=Task)
 
 @dataclass(slots=True, eq=False)
 class Work(Generic[TaskT]):
-    """A block being worked on.
-
-    Args:
-        task: The block.
-        session: Its session, with the committed tokens.
-        timing: What it has cost so far.
-        is_started: Whether a forward has included it.
-        has_masks: Whether the masks of its grammar were begun, see `services.scheduling.masks`.
-    """
+    """A block being worked on."""
 
     task: TaskT
-    session: SessionCopy
-    timing: Timing = field(default_factory=Timing, kw_only=True)
-    is_started: bool = field(default=False, kw_only=True)
-    has_masks: bool = field(default=False, kw_only=True)
+    session: SessionCopy  # its session, with the committed tokens
+    timing: Timing = field(default_factory=Timing, kw_only=True)  # what it has cost so far
+    is_started: bool = field(default=False, kw_only=True)  # whether a forward has included it
+    has_masks: bool = field(default=False, kw_only=True)  # whether the masks of its grammar were begun
 
 
 WorkT = TypeVar("WorkT", bound="Work[Any]")
@@ -75,9 +67,8 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
         self._block_s = 0.0
         self.meter = WorkerMeter(self.role)
         self.meter.watch(lambda: self.num_queued, self.stats)
-        self.sessions = SessionTable(
-            MAX_SESSIONS, vocab_size, device, self._running.__contains__, self._forget
-        )
+        is_busy = self._running.__contains__
+        self.sessions = SessionTable(MAX_SESSIONS, vocab_size, device, is_busy, self._forget)
 
     @abstractmethod
     def step(self) -> list[tuple[TaskT, Reply]]:
@@ -89,12 +80,9 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
         """
 
     def check(self) -> None:
-        """Return if the engine can run another step; any thread may call it, also during a step.
+        """Raise EngineLostError if no further step can run; any thread may call it, also during a step.
 
         An engine of this process is lost only by an error of its own step.
-
-        Raises:
-            EngineLostError: It cannot, such as when one of its processes has ended.
         """
 
     def close(self) -> None:
@@ -210,8 +198,8 @@ class BlockQueue(ABC, Generic[TaskT, WorkT]):
 
     def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
         self._block_s += time.monotonic() - task.arrived
-        reply = Reply(task.request_id, task.session_id, outcome, timing or Timing())
-        self._replies.append((task, reply))
+        outcome = None if task.is_notice else outcome
+        self._replies.append((task, Reply(task.request_id, task.session_id, outcome, timing or Timing())))
 
 
 def _reason_to_drop(task: Task, now: float) -> GammarayError | None:

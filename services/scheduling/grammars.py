@@ -49,6 +49,5 @@ class Grammars:
             return GrammarCompiler(tokenizer.backend_tokenizer.to_str(), self._vocab_size, eos)
         except Exception as error:  # transformers and llguidance raise different ones
             _log.warning("no grammars with the tokenizer of %s: %s", self._model, error)
-            raise FailedPreconditionError(
-                f"grammar: the tokenizer of {self._model} cannot be used ({type(error).__name__}: {error})"
-            ) from error
+            reason = f"the tokenizer of {self._model} cannot be used ({type(error).__name__}: {error})"
+            raise FailedPreconditionError(f"grammar: {reason}") from error

@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass
 class LoadCounters:
-    """Sums since the start of the worker.
+    """Sums since the start of the worker."""
 
-    Attributes:
-        block_s: Seconds from arrival to answer, over all blocks answered.
-        busy_s: Seconds spent in steps that served blocks.
-        lookups: Requested proposals that draft-ahead may have prepared; 0 for a target worker.
-        hits: Those that it had prepared.
-        cache_use: Share of the KV cache budget in use; not a sum but the current value.
-    """
-
-    block_s: float = 0.0
-    busy_s: float = 0.0
-    lookups: int = 0
-    hits: int = 0
-    cache_use: float = 0.0
+    block_s: float = 0.0  # seconds from arrival to answer, over all blocks answered
+    busy_s: float = 0.0  # seconds spent in steps that served blocks
+    lookups: int = 0  # requested proposals that draft-ahead may have prepared; 0 for a target worker
+    hits: int = 0  # those that it had prepared
+    cache_use: float = 0.0  # share of the KV cache budget in use; not a sum but the current value
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The load over a period.
+    """The load over a period."""
 
-    Attributes:
-        in_flight: Mean number of blocks waiting or running (the sum of their stays per second, Little's law).
-        busy: Share of the time in steps that served blocks.
-        hit_rate: Share of the requested proposals that were prepared; 0 when none was requested.
-        cache_use: Share of the KV cache budget in use.
-    """
-
-    in_flight: float
-    busy: float
-    hit_rate: float
-    cache_use: float
-
-    def as_metrics(self) -> dict[str, float]:
-        """Return the fields by name, as Serve expects them."""
-        return asdict(self)
+    in_flight: float  # mean number of blocks waiting or running: their stays per second (Little's law)
+    busy: float  # share of the time in steps that served blocks
+    hit_rate: float  # share of the requested proposals that were prepared; 0 when none was requested
+    cache_use: float  # share of the KV cache budget in use
 
 
 class LoadReporter:

@@ -20,19 +20,12 @@ NO_FIRST_TOKENS = dict.fromkeys(product(ARMS, OUTCOMES), 0)
 
 @dataclass
 class AheadStats:
-    """Counters of draft-ahead.
+    """Counters of draft-ahead."""
 
-    Attributes:
-        lookups: Requested proposals that follow another one of the session.
-        hits: Those that were prepared, so that the request took no forward.
-        forwards: Forwards spent on drafting ahead.
-        rows: Tokens fed in them.
-    """
-
-    lookups: int = 0
-    hits: int = 0
-    forwards: int = 0
-    rows: int = 0
+    lookups: int = 0  # requested proposals that follow another one of the session
+    hits: int = 0  # those that were prepared, so that the request took no forward
+    forwards: int = 0  # forwards spent on drafting ahead
+    rows: int = 0  # tokens fed in them
 
 
 class WorkerMeter:

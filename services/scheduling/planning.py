@@ -30,19 +30,12 @@ _MAX_CHANGE = 2.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one forward.
+    """Bounds of one forward."""
 
-    Args:
-        max_batch_tokens: Of all sessions together.
-        prefill_chunk: Committed tokens of one session.
-        max_scored_rows: Committed tokens whose logits are returned, of all sessions together.
-        max_step_s: Seconds that a step may take while several sessions are served; see `StepBudget`.
-    """
-
-    max_batch_tokens: int
-    prefill_chunk: int
-    max_scored_rows: int = 2**31
-    max_step_s: float = math.inf
+    max_batch_tokens: int  # of all sessions together
+    prefill_chunk: int  # committed tokens of one session
+    max_scored_rows: int = 2**31  # committed tokens whose logits are returned, of all sessions together
+    max_step_s: float = math.inf  # seconds while several sessions are served; see `StepBudget`
 
     def check_proposal(self, num_nodes: int) -> None:
         """Check that a proposal and the token before it fit into one forward."""
@@ -53,21 +46,13 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Running(Work[TaskT]):
-    """A block being worked on.
+    """A block being worked on."""
 
-    Args:
-        tail: Tokens after the committed ones: the proposal's nodes, or the tokens drafted so far.
-        num_logits: How many of the last tokens need logits, all in one forward.
-        parents: Parents of the tail's nodes; None for a chain.
-        is_scored: Whether every forward returns the logits of all tokens it is fed.
-        fed_from: Position of the first token of its last feed.
-    """
-
-    tail: list[int]
-    num_logits: int
-    parents: Sequence[int] | None = None
-    is_scored: bool = False
-    fed_from: int = 0
+    tail: list[int]  # tokens after the committed ones: the proposal's nodes, or the tokens drafted so far
+    num_logits: int  # how many of the last tokens need logits, all in one forward
+    parents: Sequence[int] | None = None  # parents of the tail's nodes; None for a chain
+    is_scored: bool = False  # whether every forward returns the logits of all tokens it is fed
+    fed_from: int = 0  # position of the first token of its last feed
 
     @property
     def is_ready(self) -> bool:
@@ -88,9 +73,8 @@ class Running(Work[TaskT]):
             token_ids = self.session.tokens[start : start + size]
             token_ids += self.tail[: size - len(token_ids)]
         num_logits = size if self.is_scored else self.num_logits if is_last else 0
-        return SequenceInput(
-            self.task.session_id, start, token_ids, num_logits, self.parents if is_last else None
-        )
+        parents = self.parents if is_last else None
+        return SequenceInput(self.task.session_id, start, token_ids, num_logits, parents)
 
 
 RunningT = TypeVar("RunningT", bound=Running[Any])
@@ -146,24 +130,24 @@ def plan(
         num_cached: Returns how many tokens of a session are cached.
         budget: A further bound of its tokens; the tokens of the oldest block that need logits may exceed it.
     """
-    found = []
+    wanted = []
     for running in blocks:
         # Tokens whose logits are needed are fed again even if they are cached.
         start = min(num_cached(running.task.session_id), running.num_tokens - running.num_logits)
-        found.append((running, start, running.num_tokens - start))
-    if not found:
+        wanted.append((running, start, running.num_tokens - start))
+    if not wanted:
         return []
-    oldest, tokens, scored = found[0][0], limits.max_batch_tokens, limits.max_scored_rows
+    oldest, tokens, scored = wanted[0][0], limits.max_batch_tokens, limits.max_scored_rows
     token_s = 0.0
     if budget is not None:
         token_s, tokens = budget.token_s, min(tokens, max(budget.num_tokens, oldest.num_logits))
-    short = [one for one in found[1:] if one[2] <= max(_chunk(one[0], limits), one[0].num_logits)]
-    long = [one for one in found[1:] if one[2] > max(_chunk(one[0], limits), one[0].num_logits)]
-    round_s = token_s * max(1, sum(_choice(running) == 0 for running, _, _ in found))
-    short.sort(key=lambda one: one[0].task.arrived + one[2] * round_s * (1 + _choice(one[0])))
+    short = [feed for feed in wanted[1:] if feed[2] <= max(_chunk(feed[0], limits), feed[0].num_logits)]
+    long = [feed for feed in wanted[1:] if feed[2] > max(_chunk(feed[0], limits), feed[0].num_logits)]
+    round_s = token_s * max(1, sum(_choice(running) == 0 for running, _, _ in wanted))
+    short.sort(key=lambda feed: feed[0].task.arrived + feed[2] * round_s * (1 + _choice(feed[0])))
     share = max(tokens // 2, tokens - sum(todo for _, _, todo in short))
     batch = []
-    for running, start, todo in [found[0], *short, *long]:
+    for running, start, todo in [wanted[0], *short, *long]:
         chunk = _chunk(running, limits)
         if running is oldest:
             chunk = min(chunk, share)
@@ -174,8 +158,7 @@ def plan(
         if size > 0:
             batch.append((running, running.feed(start, size, is_last=is_last)))
             tokens -= size
-            scored -= size if running.is_scored else 0
-            scored = max(scored, 0)
+            scored = max(0, scored - size) if running.is_scored else scored
     return batch
 
 

@@ -48,11 +48,7 @@ class Scheduler(BlockQueue[TaskT, RunningT], Generic[TaskT, RunningT]):
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        limits: Limits,
-        vocab_size: int | None = None,
-        grammars: Grammars | None = None,
+        self, engine: Engine, limits: Limits, vocab_size: int | None = None, grammars: Grammars | None = None
     ) -> None:
         scored_rows = max(1, MAX_SCORED_BYTES // (4 * engine.vocab_size))
         self.engine, self.limits = engine, replace(limits, max_scored_rows=scored_rows)
@@ -77,7 +73,6 @@ class Scheduler(BlockQueue[TaskT, RunningT], Generic[TaskT, RunningT]):
         self.engine.drop_retained()
 
     def step(self) -> list[tuple[TaskT, Reply]]:
-        """Run one forward for as many blocks as fit and return the answers that are ready."""
         self._drop_dead()
         self._admit()
         self._prepare_blocks()
@@ -97,7 +92,7 @@ class Scheduler(BlockQueue[TaskT, RunningT], Generic[TaskT, RunningT]):
 
     def _forget(self, session: SessionCopy) -> None:
         """Release a session's cache; with a cache salt it is retained for sessions with the same prefix."""
-        if (salt := self._salt(session)) is not None:
+        if (salt := session.spec.cache_salt) is not None:
             self.engine.retain(session.session_id, salt)
         else:
             self.engine.release(session.session_id)
@@ -105,16 +100,12 @@ class Scheduler(BlockQueue[TaskT, RunningT], Generic[TaskT, RunningT]):
     def _forget_prefix(self, session_id: str) -> None:
         self.engine.forget(session_id)
 
-    def _salt(self, session: SessionCopy) -> str | None:
-        """Return the salt of a session's cache, see `Engine.share`."""
-        return session.spec.cache_salt
-
     def _try_start(self, task: TaskT) -> RunningT | object:
         try:
             session = self.sessions.admit(task)
             if isinstance(session, NeedTokens):
                 return session
-            self.engine.share(task.session_id, self._salt(session))
+            self.engine.share(task.session_id, session.spec.cache_salt)
             if task.reads_anew:
                 self.engine.truncate(task.session_id, 0)
             else:
@@ -142,7 +133,7 @@ class Scheduler(BlockQueue[TaskT, RunningT], Generic[TaskT, RunningT]):
             same += 1
         if same < num_cached:
             self.engine.truncate(session.session_id, same)
-        salt = self._salt(session)
+        salt = session.spec.cache_salt
         if same == 0 and salt is not None and len(tokens) > MIN_PREFIX:
             source, shared = self.engine.longest_prefix(tokens[:-1], salt)
             if shared >= MIN_PREFIX:
@@ -177,11 +168,7 @@ class Scheduler(BlockQueue[TaskT, RunningT], Generic[TaskT, RunningT]):
             self._reply(running.task, outcome, running.timing)
 
     def _run_engine(self, batch: list[tuple[RunningT, SequenceInput]]) -> list[Tensor] | None:
-        """Run the forward; None when it failed, in which case the affected blocks were answered.
-
-        Raises:
-            EngineLostError: The engine cannot run another forward.
-        """
+        """Run the forward; None when it failed, in which case the affected blocks were answered."""
         try:
             results = self._step(batch)
             wait_for_device(self.engine.device)  # else only the launch would be timed
@@ -201,10 +188,7 @@ class Scheduler(BlockQueue[TaskT, RunningT], Generic[TaskT, RunningT]):
         return None
 
     def _step(self, batch: list[tuple[RunningT, SequenceInput]]) -> list[Tensor]:
-        """Run the forward.
-
-        A worker may run several in one call: it sets `num_forwards` and writes what it fed to `batch`.
-        """
+        """Run the forward; a worker that runs several sets `num_forwards` and writes its feeds to `batch`."""
         self.num_forwards = 1
         return self.engine.step([feed for _, feed in batch])
 

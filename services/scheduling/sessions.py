@@ -33,32 +33,22 @@ NOISE_BYTES_PER_ID = 2 * 64 * 8
 class SessionCopy:
     """A worker's copy of a session.
 
-    Args:
-        grammar: State of the spec's grammar; None without one, or if the worker cannot follow it.
-        noise: None at temperature 0, and while the session is not among the recent ones.
-        tokens: Committed tokens, then those that the worker itself expects to be committed next.
-        num_confirmed: How many of `tokens` the orchestrator sent as committed. The rest come from this
-            worker's own verdict; a new owner drops them, since it may have received a different verdict.
-        num_counted: Number of the session's token ids that the table has counted towards its bound.
-        changed_from: First position at which the last block changed or extended `tokens`.
-        edits: Changes to the logits by the sampling parameters; created by `edits_for` on first use for a
-            spec.
-        masking: Computes masks of the current block in another thread, see `services.scheduling.masks`.
-        has_slow_masks: Whether its last masks took so long that no step waits for the next ones.
+    Its tokens are those that the orchestrator sent as committed, then those that the worker expects to be
+    committed next, by its own verdict. A new owner drops the latter, since it may have got another verdict.
     """
 
     session_id: str
     epoch: int
     spec: SessionSpec
-    grammar: GrammarState | None = None
-    noise: Noise | None = None
+    grammar: GrammarState | None = None  # of the spec; None without one, or if the worker cannot follow it
+    noise: Noise | None = None  # None at temperature 0, and while the session is not among the recent ones
     tokens: list[int] = field(default_factory=list)
-    num_counted: int = 0
-    num_confirmed: int = 0
-    changed_from: int = 0
-    edits: LogitEdits | None = None
-    masking: Future[GammarayError | None] | None = None
-    has_slow_masks: bool = False
+    num_counted: int = 0  # token ids of the session that the table has counted towards its bound
+    num_confirmed: int = 0  # how many of `tokens` the orchestrator sent as committed
+    changed_from: int = 0  # first position at which the last block changed or extended `tokens`
+    edits: LogitEdits | None = None  # created by `edits_for` on first use for a spec
+    masking: Future[GammarayError | None] | None = None  # of its block, see `services.scheduling.masks`
+    has_slow_masks: bool = False  # whether its last masks took so long that no step waits for the next ones
 
     @property
     def is_masking(self) -> bool:
@@ -80,9 +70,8 @@ class SessionCopy:
                     raise FailedPreconditionError("grammar: this worker has no tokenizer")
                 grammar = self.grammar
                 grammar.truncate(0)
-            self.edits = LogitEdits(
-                params, spec.eos_token_ids, spec.prompt_length, vocab_size, device, grammar
-            )
+            eos, num_prompt = spec.eos_token_ids, spec.prompt_length
+            self.edits = LogitEdits(params, eos, num_prompt, vocab_size, device, grammar)
         self.edits.follow(self.tokens)
         return self.edits
 
@@ -111,16 +100,15 @@ class SessionCopy:
 
     def merge(self, start: int, context: list[int]) -> None:
         """Make `tokens` end with `context` at `start`, keeping tokens that agree and dropping the rest."""
-        held = self.tokens
         same = 0
-        for ours, theirs in zip(held[start : start + len(context)], context, strict=False):
+        for ours, theirs in zip(self.tokens[start : start + len(context)], context, strict=False):
             if ours != theirs:
                 break
             same += 1
         self.changed_from = start + same
         self.truncate(start + same)
-        held += context[same:]
-        self.num_confirmed = len(held)
+        self.tokens += context[same:]
+        self.num_confirmed = len(self.tokens)
 
 
 class SessionTable:
@@ -169,7 +157,8 @@ class SessionTable:
         if session is None:
             if task.spec is None or task.context_start > 0:
                 return NeedTokens(0)
-            session = self._add(task, task.spec)
+            session = SessionCopy(task.session_id, task.epoch, task.spec, task.grammar)
+            self._sessions[task.session_id] = session
         self._sessions.move_to_end(task.session_id)
         if task.epoch > session.epoch:
             session.epoch = task.epoch
@@ -180,10 +169,8 @@ class SessionTable:
         if task.context_start > len(session.tokens):
             return NeedTokens(len(session.tokens))
         if task.base_position < session.spec.prompt_length:
-            prompt_length = session.spec.prompt_length
-            raise InvalidArgumentError(
-                "base_position", task.base_position, f"{prompt_length} or more (the prompt)"
-            )
+            allowed = f"{session.spec.prompt_length} or more (the prompt)"
+            raise InvalidArgumentError("base_position", task.base_position, allowed)
         session.merge(task.context_start, list(task.context))
         size = len(session.tokens) + session.spec.num_ids
         self._num_tokens += size - session.num_counted
@@ -208,11 +195,6 @@ class SessionTable:
         if session is not None:
             self._num_tokens -= session.num_counted
             self._on_drop(session)
-
-    def _add(self, task: Task, spec: SessionSpec) -> SessionCopy:
-        session = SessionCopy(task.session_id, task.epoch, spec, task.grammar)
-        self._sessions[task.session_id] = session
-        return session
 
     def _make_room(self, newest: SessionCopy) -> None:
         """Drop the least recently used idle sessions while there are too many sessions or tokens."""

@@ -19,25 +19,15 @@ MAX_SESSION_ID = 256
 
 @dataclass(frozen=True, slots=True)
 class SessionSpec:
-    """What a worker must know about a session in addition to its tokens.
+    """What a worker must know about a session in addition to its tokens."""
 
-    Args:
-        params: Logits processing; the seed is set.
-        method: Verification method of the whole session.
-        prompt_length: Number of leading tokens that are the prompt.
-        eos_token_ids: Tokens masked until `params.min_tokens` were produced; they end a proposal.
-        cache_salt: Sessions with the same salt share caches; None: the session shares none.
-        adapter: LoRA adapter that the target applies; empty: none.
-        no_learning: Whether nothing of the session may be kept to learn from.
-    """
-
-    params: SamplingParams
-    method: VerificationMethod
-    prompt_length: int
-    eos_token_ids: tuple[int, ...]
-    cache_salt: str | None = None
-    adapter: str = ""
-    no_learning: bool = False
+    params: SamplingParams  # logits processing; the seed is set
+    method: VerificationMethod  # of the whole session
+    prompt_length: int  # number of leading tokens that are the prompt
+    eos_token_ids: tuple[int, ...]  # masked until `params.min_tokens` were produced; they end a proposal
+    cache_salt: str | None = None  # sessions with the same salt share caches; None: the session shares none
+    adapter: str = ""  # LoRA adapter that the target applies; empty: none
+    no_learning: bool = False  # whether nothing of the session may be kept to learn from
 
     @property
     def num_ids(self) -> int:
@@ -47,22 +37,16 @@ class SessionSpec:
         return sum(map(len, lists)) + len(params.grammar)
 
     def validate(self, base_position: int, vocab_size: int) -> None:
-        """Check the spec as untrusted data.
-
-        Raises:
-            InvalidArgumentError: Names the first wrong field.
-        """
+        """Check the spec as untrusted data; InvalidArgumentError names the first wrong field."""
         self.params.validate(vocab_size)
         if self.params.seed is None:
-            raise InvalidArgumentError(
-                "spec.sampling.seed", None, "an integer, which the orchestrator always sets"
-            )
+            allowed = "an integer, which the orchestrator always sets"
+            raise InvalidArgumentError("spec.sampling.seed", None, allowed)
         if not 1 <= self.prompt_length <= base_position:
             raise InvalidArgumentError("spec.prompt_length", self.prompt_length, f"1 to {base_position}")
         if len(self.eos_token_ids) > vocab_size:
-            raise InvalidArgumentError(
-                "spec.eos_token_ids", f"{len(self.eos_token_ids)} ids", f"at most {vocab_size}"
-            )
+            got = f"{len(self.eos_token_ids)} ids"
+            raise InvalidArgumentError("spec.eos_token_ids", got, f"at most {vocab_size}")
         if any(not 0 <= token_id < vocab_size for token_id in self.eos_token_ids):
             raise InvalidArgumentError("spec.eos_token_ids", self.eos_token_ids, f"below {vocab_size}")
         if self.cache_salt is not None and len(self.cache_salt) > MAX_SESSION_ID:
@@ -71,44 +55,31 @@ class SessionSpec:
 
 
 class Release(NamedTuple):
-    """The end of a session on a worker.
-
-    Args:
-        epoch: Epoch of the owner that ends it; 0 matches any. A session with a newer owner is kept.
-        forgets: Whether its retained cache, which others with the same prefix could use, is dropped, too.
-    """
+    """The end of a session on a worker; a session with a newer owner is kept."""
 
     session_id: str
-    epoch: int = 0
-    forgets: bool = False
+    epoch: int = 0  # of the owner that ends it; 0 matches any
+    forgets: bool = False  # whether its retained cache, for others with the same prefix, is dropped, too
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Task:
-    """One block of a stream, waiting for or in the engine.
-
-    Args:
-        deadline: `time.monotonic()` past which the answer is not needed.
-        deliver: Takes the reply; called in the event loop.
-        cancelled: Set by the event loop when the stream has ended; the work is dropped at the next step.
-        traceparent: Traceparent of the calling span; empty when the session is not sampled.
-        grammar: The state of the spec's grammar before the first token; None without one, and while it is
-            not compiled.
-    """
+    """One block of a stream, waiting for or in the engine."""
 
     request_id: int
     session_id: str
     epoch: int
-    base_position: int
-    context_start: int
-    context: Sequence[int]
-    spec: SessionSpec | None
-    deadline: float
-    deliver: Callable[[Any, Reply], None]
+    base_position: int  # number of committed tokens
+    context_start: int  # position of the first token of `context`
+    context: Sequence[int]  # the last committed tokens
+    spec: SessionSpec | None  # None: the worker has it
+    deadline: float  # `time.monotonic()` past which the answer is not needed
+    deliver: Callable[[Any, Reply], None]  # takes the reply; called in the event loop
     arrived: float = field(default_factory=time.monotonic)
-    cancelled: bool = False
-    traceparent: str = ""
-    grammar: GrammarState | None = None
+    cancelled: bool = False  # set by the event loop when the stream has ended; the next step drops the work
+    traceparent: str = ""  # of the calling span; empty when the session is not sampled
+    grammar: GrammarState | None = None  # before the first token; None without one, or before it is compiled
+    is_notice: bool = False  # whether the caller has a proposal already and does not wait for an answer
 
     @property
     def reads_anew(self) -> bool:
@@ -121,11 +92,7 @@ class Task:
         return len(self.context) + (0 if self.spec is None else self.spec.num_ids)
 
     def validate(self, vocab_size: int, max_context: int) -> None:
-        """Check the fields that do not depend on the session's state.
-
-        Raises:
-            InvalidArgumentError: Names the first wrong field.
-        """
+        """Check what does not depend on the session's state; InvalidArgumentError names the wrong field."""
         if not 1 <= len(self.session_id) <= MAX_SESSION_ID:
             raise InvalidArgumentError("session_id", self.session_id, f"1 to {MAX_SESSION_ID} characters")
         if not 1 <= self.base_position <= max_context:
@@ -143,19 +110,12 @@ class Task:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VerifyTask(Task):
-    """A proposal to verify.
-
-    Args:
-        num_top_logprobs: Alternatives per emitted token; None: no log-probabilities.
-        num_prompt_logprobs: The same for each token of the prompt.
-        head: The shape within which the worker's head drafts first, of depth 0 for no proposal; None: the
-            session's hidden states are not kept either.
-    """
+    """A proposal to verify."""
 
     proposal: Proposal
-    num_top_logprobs: int | None
-    num_prompt_logprobs: int | None = None
-    head: Shape | None = None
+    num_top_logprobs: int | None  # alternatives per emitted token; None: no log-probabilities
+    num_prompt_logprobs: int | None = None  # the same for each token of the prompt
+    head: Shape | None = None  # what the head drafts first; depth 0: nothing; None: no states are kept either
 
     @property
     def reads_anew(self) -> bool:
@@ -164,17 +124,10 @@ class VerifyTask(Task):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ProposeTask(Task):
-    """A proposal to draft.
+    """A proposal to draft."""
 
-    Args:
-        shape: Bounds of the proposal; its depth is 1 or more.
-        wants_ahead: Whether proposals prepared to follow this one are sent when they are complete.
-        is_notice: Whether the caller has the proposal already and does not wait for an answer.
-    """
-
-    shape: Shape
-    wants_ahead: bool = False
-    is_notice: bool = False
+    shape: Shape  # bounds of the proposal; its depth is 1 or more
+    wants_ahead: bool = False  # whether proposals prepared to follow this one are sent when they are complete
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         # A base position beyond the draft's context is no error: the proposal is then empty.

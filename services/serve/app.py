@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 from collections.abc import Collection, Coroutine
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import ray.util
@@ -21,14 +22,14 @@ from services.process.server import DRAIN_TIMEOUT_S
 if TYPE_CHECKING:
     from services.process.worker import Worker
 
-_log = logging.getLogger("ray.serve")  # Ray writes this logger to a replica's log
-# Time for the replica to exit after the worker has drained.
-_SHUTDOWN_MARGIN_S = 5.0
+_SHUTDOWN_MARGIN_S = 5.0  # for the replica to exit after the worker has drained
 # Imported by the replicas only, since they load torch.
 _WORKERS = {
     "draft": "services.draft_worker.worker:DraftWorker",
     "target": "services.target_worker.worker:TargetWorker",
 }
+
+_log = logging.getLogger("ray.serve")  # Ray writes this logger to a replica's log
 
 
 class WorkerReplica:
@@ -61,7 +62,7 @@ class WorkerReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load since the last call; called by Serve when the pool autoscales."""
-        return (await self.worker.load()).as_metrics()
+        return asdict(await self.worker.load())
 
     def __del__(self) -> Coroutine[Any, Any, bool] | None:
         """Drain; Serve awaits the result. Python may call this again, and then it does nothing."""
@@ -135,5 +136,5 @@ def target(args: dict[str, Any]) -> Any:
 
 
 def _configured(role: str, args: dict[str, Any]) -> serve.Application:
-    given = WorkerArguments(**args)
-    return build(role, given.settings, given.workers, scaling=given.scaling, one_per_node=True)
+    pool = WorkerArguments(**args)
+    return build(role, pool.settings, pool.workers, scaling=pool.scaling, one_per_node=True)

@@ -48,11 +48,6 @@ class Pool:
         """Blocks in flight over all workers."""
         return sum(report.in_flight for report in self.reports)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether all wanted workers run and report."""
-        return len(self.reports) == self.wanted
-
     def mean(self, name: str) -> float:
         """Return the mean of a field of the reports; 0 without reports."""
         values = [getattr(report, name) for report in self.reports]
@@ -60,7 +55,8 @@ class Pool:
 
     def clip(self, number: int) -> int:
         """Clamp a number of workers to the bounds, and to the current one while workers start or stop."""
-        highest = self.maximum if self.is_settled else min(self.maximum, self.wanted)
+        is_settled = len(self.reports) == self.wanted
+        highest = self.maximum if is_settled else min(self.maximum, self.wanted)
         return max(self.minimum, min(highest, number))
 
 

@@ -42,12 +42,14 @@ class DraftPolicy(_Policy):
 def _pool(context: Any) -> Pool:
     by_name = context.aggregated_metrics or {}
     names = [field.name for field in fields(LoadReport)]
-    complete = [
-        replica for replica in context.running_replicas if all(replica in by_name.get(n, ()) for n in names)
+    reports = [
+        LoadReport(**{name: by_name[name][replica] for name in names})
+        for replica in context.running_replicas
+        if all(replica in by_name.get(name, ()) for name in names)
     ]
     return Pool(
         wanted=context.target_num_replicas,
-        reports=[LoadReport(**{name: by_name[name][replica] for name in names}) for replica in complete],
+        reports=reports,
         minimum=context.capacity_adjusted_min_replicas,
         maximum=context.capacity_adjusted_max_replicas,
     )

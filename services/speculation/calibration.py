@@ -74,12 +74,7 @@ class Calibration:
 
 
 def scales(confidence: float, power: float) -> tuple[float, float]:
-    """Return the factors on the probability of the draft's own token, and on those of all others.
-
-    Args:
-        confidence: The probability of the draft's own token, in [0, 1].
-        power: Exponent to apply to it.
-    """
+    """Return a power's factors on the probability of the draft's own token, `confidence`, and of others."""
     if confidence <= 0.0:
         return 1.0, 1.0
     if confidence >= MAX_CONFIDENCE:

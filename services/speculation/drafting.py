@@ -95,12 +95,7 @@ class PendingProposal:
         return self.reading.run_length > 1 and self.speculation.can_run(self.nodes)
 
     def run(self, feed: SequenceInput, stop: c_int32 | None) -> Tensor:
-        """Draft up to `reading.run_length` tokens in one call and return their logits, for `take`.
-
-        Args:
-            feed: Of this step, with logits.
-            stop: Once it is not 0, the current forward is the last one.
-        """
+        """Draft up to `reading.run_length` tokens after a feed with logits; `stop` as of `Engine.chain`."""
         self.ran, logits = self.speculation.run(feed, self.reading.run_length, stop=stop)
         return logits
 

@@ -10,18 +10,13 @@ from services.scheduling.sessions import SessionCopy
 
 
 class FixedHead:
-    """A head that does not learn, or none: what a scheduler calls.
+    """A head that does not learn, or none: what a scheduler calls."""
 
-    Attributes:
-        number: Of the version that drafts.
-        first_tokens: Counts of first tokens by arm and outcome, see `services.learning.versions`.
-    """
-
-    number = 0
-    first_tokens: Mapping[tuple[str, str], int] | None = None
+    number = 0  # of the version that drafts
+    first_tokens: Mapping[tuple[str, str], int] | None = None  # counts by arm and outcome
 
     def close(self) -> None:
-        """End what runs beside the sessions."""
+        """End the threads and processes that were started."""
 
     def keeps(self, session_id: str) -> bool:
         """Whether a session, which may begin here, is recorded when it ends."""
@@ -37,7 +32,7 @@ class FixedHead:
         """Delete what was recorded of a session."""
 
     def take_turns(self, now_s: float) -> None:
-        """Let the version draft whose turn it is at a time."""
+        """Switch to the version that drafts at a time; roll back one that cannot be loaded."""
 
     def count(self, number: int, session_id: str, position: int, is_accepted: bool) -> None:
         """Count a version's proposal of a session's token at a position, and whether it was accepted."""

@@ -25,35 +25,21 @@ MAX_FEATURES = 4096
 
 
 @dataclass(slots=True)
-class _HeldFeatures:
-    """The features of one session that the head has not read.
+class _UnreadFeatures:
+    """The features of one session that the head has not read."""
 
-    Attributes:
-        start: Position of the first one.
-        rows: [positions, width].
-        fed: How many of the session's tokens the head was fed with features.
-        lowest: The first position at which tokens may have changed since.
-        is_opened: Whether the tree was begun with the last of these features.
-    """
-
-    start: int
-    rows: Tensor
-    fed: int = 0
-    lowest: int = 0
-    is_opened: bool = False
+    start: int  # position of the first one
+    rows: Tensor  # [positions, width]
+    fed: int = 0  # how many of the session's tokens the head was fed with features
+    lowest: int = 0  # the first position at which tokens may have changed since
+    is_opened: bool = False  # whether the tree was begun with the last of these features
 
     def truncate(self, end: int) -> None:
-        """Drop the features of the positions from `end` on."""
         if end < self.end:
             self.rows = self.rows[: max(0, end - self.start)]
             self.start = min(self.start, end)
             self.is_opened = False
         self.lowest = min(self.lowest, end)
-
-    def drop_before(self, start: int) -> None:
-        """Drop the features of the positions before `start`."""
-        dropped = max(0, min(start, self.end - 1) - self.start)
-        self.start, self.rows = self.start + dropped, self.rows[dropped:]
 
     @property
     def end(self) -> int:
@@ -72,23 +58,22 @@ class HeadDrafter(LocalDrafter):
     def __init__(self, engine: Engine, window: int = MAX_FEATURES) -> None:
         super().__init__(engine)
         self._window = window
-        self._features: dict[str, _HeldFeatures] = {}
+        self._features: dict[str, _UnreadFeatures] = {}
 
     def _take(self, session_id: str, start: int, states: Tensor) -> None:
         rows = self.engine.fuse(states)
-        held = self._features.get(session_id)
-        if held is None:
-            self._features[session_id] = _HeldFeatures(
-                start + max(0, len(rows) - self._window), rows[-self._window :]
-            )
+        features = self._features.get(session_id)
+        if features is None:
+            first = start + max(0, len(rows) - self._window)
+            self._features[session_id] = _UnreadFeatures(first, rows[-self._window :])
             return
-        held.lowest, held.is_opened = min(held.lowest, start), False
-        if held.start <= start <= held.end:
-            rows = torch.cat([held.rows[: start - held.start], rows])
+        features.lowest, features.is_opened = min(features.lowest, start), False
+        if features.start <= start <= features.end:
+            rows = torch.cat([features.rows[: start - features.start], rows])
         else:
-            held.start = start
-        held.start += max(0, len(rows) - self._window)
-        held.rows = rows[-self._window :]
+            features.start = start
+        features.start += max(0, len(rows) - self._window)
+        features.rows = rows[-self._window :]
 
     def drop(self, session_id: str) -> None:
         self._features.pop(session_id, None)
@@ -97,51 +82,52 @@ class HeadDrafter(LocalDrafter):
     def _follow(self, speculation: Speculation, num_valid: int) -> bool:
         """Make the head's cache end before the tokens whose features are at hand, or use what is prepared."""
         session = speculation.session
-        held = self._features.get(session.session_id)
-        if held is None:
+        features = self._features.get(session.session_id)
+        if features is None:
             return False
-        held.truncate(min(num_valid, len(session.tokens) - 1))
-        if held.end != len(session.tokens) - 1:
+        features.truncate(min(num_valid, len(session.tokens) - 1))
+        if features.end != len(session.tokens) - 1:
             return False
-        if held.is_opened and speculation.is_at_end:
+        if features.is_opened and speculation.is_at_end:
             return True
-        if not self._has_start(held, session):
+        if not self._has_start(features, session):
             return False
         self._note_outcome(speculation)
         speculation.begin()
-        held.is_opened = True
+        features.is_opened = True
         return True
 
-    def _has_start(self, held: _HeldFeatures, session: SessionCopy) -> bool:
+    def _has_start(self, features: _UnreadFeatures, session: SessionCopy) -> bool:
         """Cut the head's cache where it ceases to be valid; begin a new one if features are missing there."""
         session_id, tokens = session.session_id, session.tokens
-        fed = self._num_fed(held, session)
-        if fed <= held.start:
+        fed = self._num_fed(features, session)
+        if fed <= features.start:
             try:
-                self.engine.skip(session_id, tokens[: held.start + 1])
+                self.engine.skip(session_id, tokens[: features.start + 1])
             except CacheFullError:
                 return False
-            fed = held.start + 1
+            fed = features.start + 1
         self.engine.truncate(session_id, fed)
-        held.fed, held.lowest = fed, len(tokens)
+        features.fed, features.lowest = fed, len(tokens)
         # Those of the former proposal's root stay, in case that block is repeated.
-        held.drop_before(fed - 2)
+        num_dropped = max(0, min(fed - 2, features.end - 1) - features.start)
+        features.start, features.rows = features.start + num_dropped, features.rows[num_dropped:]
         return fed < len(tokens)
 
-    def _num_fed(self, held: _HeldFeatures, session: SessionCopy) -> int:
+    def _num_fed(self, features: _UnreadFeatures, session: SessionCopy) -> int:
         """Return how many of the session's tokens are in the head's cache."""
         tokens, cached = session.tokens, self.engine.tokens(session.session_id)
-        fed = min(held.fed, len(cached), len(tokens) - 1)
-        for position in range(min(held.lowest, fed), fed):
+        fed = min(features.fed, len(cached), len(tokens) - 1)
+        for position in range(min(features.lowest, fed), fed):
             if cached[position] != tokens[position]:
                 return position
         return fed
 
     def _feed(self, pending: PendingProposal) -> SequenceInput:
-        """Return the next feed of a proposal, of committed tokens with their features."""
         if not pending.is_at_root:
             return super()._feed(pending)
-        held = self._features[pending.speculation.session.session_id]
-        start, held.fed = held.fed, min(pending.num_tokens, held.fed + CHUNK)
-        features = held.rows[start - 1 - held.start : held.fed - 1 - held.start]
-        return pending.feed(start, held.fed - start, features)
+        features = self._features[pending.speculation.session.session_id]
+        start, end = features.fed, min(pending.num_tokens, features.fed + CHUNK)
+        features.fed = end
+        rows = features.rows[start - 1 - features.start : end - 1 - features.start]
+        return pending.feed(start, end - start, rows)

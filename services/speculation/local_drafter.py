@@ -40,18 +40,13 @@ _TOP_K, _WEIGHT_BITS = 64, 24
 
 
 class TargetHead:
-    """What drafts in a target worker for its sessions; this base class stands for none and proposes nothing.
+    """What drafts in a target worker for its sessions; this base class proposes nothing."""
 
-    Attributes:
-        taps: The hidden states of the target that `take` expects, by the ids of `Engine.tap`.
-        first_tokens: Counts of first tokens by arm and outcome, of a head that learns.
-    """
-
-    taps: Sequence[int] = ()
-    first_tokens: Mapping[tuple[str, str], int] | None = None
+    taps: Sequence[int] = ()  # the target's hidden states that `take` expects, by the ids of `Engine.tap`
+    first_tokens: Mapping[tuple[str, str], int] | None = None  # by arm and outcome, of a head that learns
 
     def close(self) -> None:
-        """End what runs beside the sessions."""
+        """End the threads and processes that were started."""
 
     def end(self, session: SessionCopy) -> None:
         """Forget a session that has ended."""
@@ -60,12 +55,7 @@ class TargetHead:
         """Delete what is kept of an ended session."""
 
     def take(self, session_id: str, start: int, states: Tensor) -> None:
-        """Keep the hidden states of committed positions.
-
-        Args:
-            start: Position of the first.
-            states: The target's states [positions, taps, hidden_size].
-        """
+        """Keep the states [positions, taps, hidden_size] of committed positions, from `start` on."""
 
     def draft(self, requests: Sequence[Request]) -> list[Proposal]:
         """Return a proposal for each session, empty where there can be none or the drafter fails.
@@ -89,11 +79,7 @@ class TargetHead:
 
 
 class LocalDrafter(TargetHead):
-    """Drafts for the sessions of a target with a draft model, a whole proposal of each in one call.
-
-    Args:
-        engine: Runs the draft model; its logits are those of the target's tokens.
-    """
+    """Drafts whole proposals with an engine whose logits are those of the target's tokens."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.taps = engine, engine.target_taps
@@ -135,19 +121,19 @@ class LocalDrafter(TargetHead):
             return [Proposal()] * len(requests)
 
     def _draft(self, requests: Sequence[Request], stop: c_int32 | None) -> list[Proposal]:
-        begun = [self._begin(*request) for request in requests]
-        pending = [one for one in begun if one is not None]
-        while unread := [one for one in pending if one.advance()]:
+        drafts = [self._begin(*request) for request in requests]
+        pending = [draft for draft in drafts if draft is not None]
+        while unread := [draft for draft in pending if draft.advance()]:
             if stop is not None and stop.value:
                 break
-            feeds = [self._feed(one) for one in unread]
+            feeds = [self._feed(draft) for draft in unread]
             if len(unread) == 1 and feeds[0].num_logits and unread[0].can_run:
                 unread[0].take(unread[0].run(feeds[0], stop))
                 continue
-            for one, feed, logits in zip(unread, feeds, self.engine.step(feeds), strict=True):
+            for draft, feed, logits in zip(unread, feeds, self.engine.step(feeds), strict=True):
                 if feed.num_logits:
-                    one.take(logits)
-        return [Proposal() if one is None else _proposal(one) for one in begun]
+                    draft.take(logits)
+        return [Proposal() if draft is None else _proposal(draft) for draft in drafts]
 
     def _begin(self, session: SessionCopy, shape: Shape, num_valid: int) -> PendingProposal | None:
         """Begin a proposal; None if there can be none. `num_valid` is as for `draft`."""
@@ -179,7 +165,6 @@ class LocalDrafter(TargetHead):
             speculation.note_outcome()
 
     def _feed(self, pending: PendingProposal) -> SequenceInput:
-        """Return the next feed of a proposal."""
         start = self.engine.length(pending.speculation.session.session_id)
         return pending.feed(start, min(CHUNK, pending.num_tokens - start))
 

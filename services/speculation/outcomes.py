@@ -70,17 +70,12 @@ class OutcomeSet:
     def __init__(self, sent: ProposalBuilder, start: Callable[[Node], ProposalBuilder | None]) -> None:
         self._sent, self._start = sent, start
         self.branches: list[Outcome] = []
-        self._leaves: list[tuple[float, Node]] = []
         ends, leaves = sent.outcomes()
         self._leaves = [(weight, node) for weight, node in leaves if weight >= MIN_OUTCOME]
         self._branch_off(ends)
 
     def take_whole(self, least: float) -> list[ProposalBuilder]:
-        """Return the complete proposals, likeliest first, each once.
-
-        Args:
-            least: Nothing is returned while their total probability is below this.
-        """
+        """Return the complete proposals, likeliest first, each once, if they are `least` likely together."""
         whole = [branch for branch in self.branches if not branch.is_taken and not branch.advance()]
         if sum(branch.probability for branch in whole) < least:
             return []
@@ -112,9 +107,6 @@ class OutcomeSet:
                 continue
             reading = self._start(node.child(token_id))
             if reading is not None:
-                bisect.insort(self.branches, Outcome(probability, reading), key=_unlikeliness)
+                outcome = Outcome(probability, reading)
+                bisect.insort(self.branches, outcome, key=lambda branch: -branch.probability)
         del self.branches[MAX_BRANCHES:]
-
-
-def _unlikeliness(branch: Outcome) -> float:
-    return -branch.probability

@@ -21,13 +21,20 @@ ENTROPY_FACTOR = 0.05
 
 The paper's .2 is a lower bound of acceptance; .05 fits the demo pair's mean (.64 estimated, .69 true)."""
 
-
 DRAFT_TOP_K = 64
 """Largest support of a distribution that a draft worker sends for rejection or block verification: at most
 320 bytes a token with weights of `WEIGHT_BITS`."""
 
 WEIGHT_BITS = 12
 """Bits of its quantised weights' sum: a weight takes at most two bytes, and is within 1/4096 of its share."""
+
+NUM_GUESSES = 6
+"""Tokens kept per node; at .8 overlap the target's token is among the first four in 98 % of cases."""
+
+_NAIVE_BITS = 32
+
+Guess = tuple[int, float]
+"""A token and the probability that the target emits it."""
 
 
 def quantise(probs: Tensor, top_k: int, bits: int, token_ids: Tensor | None = None) -> SparseDistribution:
@@ -86,15 +93,6 @@ def entropy_estimate(distribution: SparseDistribution) -> float:
     total = 1 << distribution.weight_bits
     entropy = math.log(total) - sum(w * math.log(w) for w in distribution.weights) / total
     return max(0.0, 1.0 - math.sqrt(ENTROPY_FACTOR * max(0.0, entropy)))
-
-
-NUM_GUESSES = 6
-"""Tokens kept per node; at .8 overlap the target's token is among the first four in 98 % of cases."""
-
-_NAIVE_BITS = 32
-
-Guess = tuple[int, float]
-"""A token and the probability that the target emits it."""
 
 
 class Prediction(Protocol):
@@ -221,38 +219,33 @@ class _CoupledPrediction:
 class _RejectionPrediction:
     """Rejection and block: a draw from the shipped distribution, independent for each base."""
 
-    __slots__ = ("_choice", "_noise", "_position", "distribution")
+    __slots__ = ("_choice", "_draft", "_noise", "_position", "distribution")
 
     def __init__(self, distribution: SparseDistribution, noise: Noise, position: int) -> None:
         self.distribution: SparseDistribution | None = distribution
-        self._noise, self._position = noise, position
+        self._draft, self._noise, self._position = distribution, noise, position
         self._choice: tuple[int, int] = (-1, -1)
 
     def choose(self, base: int) -> int:
-        assert self.distribution is not None
         if self._choice[0] != base:
-            bits = self._noise.draft_bits(base, self._position, self.distribution.weight_bits)
-            self._choice = base, sample_sparse(self.distribution, bits)
+            bits = self._noise.draft_bits(base, self._position, self._draft.weight_bits)
+            self._choice = base, sample_sparse(self._draft, bits)
         return self._choice[1]
 
     def confidence(self, base: int) -> float:
-        assert self.distribution is not None
-        return entropy_estimate(self.distribution)
+        return entropy_estimate(self._draft)
 
     def guesses(self, base: int | None) -> Sequence[Guess]:
         """A bonus is drawn from p, which q estimates; a correction from (p - q)+: any other token."""
-        assert self.distribution is not None
-        scale = 2.0**-self.distribution.weight_bits
-        likely = heapq.nlargest(
-            NUM_GUESSES, zip(self.distribution.weights, self.distribution.token_ids, strict=True)
-        )
+        weights, token_ids, scale = self._draft.weights, self._draft.token_ids, 2.0**-self._draft.weight_bits
+        likely = heapq.nlargest(NUM_GUESSES, zip(weights, token_ids, strict=True))
         if base is None:
             return [(token_id, weight * scale) for weight, token_id in likely]
         chosen, accepted = self.choose(base), self.confidence(base)
         others = [(token_id, weight * scale) for weight, token_id in likely if token_id != chosen]
-        rest = 1.0 - scale * self.distribution.weights[self.distribution.token_ids.index(chosen)]
+        rest = 1.0 - scale * weights[token_ids.index(chosen)]
         scaled = [(token_id, (1.0 - accepted) * prob / rest) for token_id, prob in others] if rest > 0 else []
-        return sorted([(chosen, accepted), *scaled], key=_probability, reverse=True)
+        return sorted([(chosen, accepted), *scaled], key=lambda guess: guess[1], reverse=True)
 
 
 class _NaivePrediction:
@@ -304,7 +297,3 @@ class _NothingPrediction:
 
 NOTHING: Prediction = _NothingPrediction()
 """The prediction where the draft model has no token that the sampling parameters allow."""
-
-
-def _probability(guess: Guess) -> float:
-    return guess[1]

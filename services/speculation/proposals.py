@@ -153,17 +153,13 @@ class ProposalBuilder:
         return tested, False
 
     def guesses(self, prediction: Prediction, *, is_tested: bool) -> list[Guess]:
-        """Return the target's likely tokens after a node, calibrated.
-
-        Args:
-            is_tested: Whether the draft's own choice is part of the proposal.
-        """
+        """Return the target's likely tokens, calibrated; `is_tested`: the proposal has the draft's choice."""
         base = self.root.position + 1
         guesses = prediction.guesses(base if is_tested else None)
         if self._power == 1.0:
             return list(guesses)
-        own, (sure, unsure) = prediction.choose(base), scales(prediction.confidence(base), self._power)
-        return [(token_id, share * (sure if token_id == own else unsure)) for token_id, share in guesses]
+        choice, (sure, unsure) = prediction.choose(base), scales(prediction.confidence(base), self._power)
+        return [(token_id, share * (sure if token_id == choice else unsure)) for token_id, share in guesses]
 
     def _reached(self) -> list[float]:
         """The probability that the target reaches the root and each node."""

@@ -114,11 +114,8 @@ class Speculation:
             self._tested, self._is_rejected = sent.tested(tokens)
 
     def _learn(self) -> None:
-        """Update the calibration with the noted outcome.
-
-        It takes effect from the next proposal but one: a proposal prepared during verification must equal the
-        one that would be drafted after it, or its content would depend on whether it was prepared.
-        """
+        # It counts from the next proposal but one: a proposal prepared during verification must equal the one
+        # that would be drafted after it, or its content would depend on whether it was prepared.
         if self._tested:
             confidences = [prediction.confidence(base) for prediction, base in self._tested]
             self._calibration.observe(confidences, is_rejected=self._is_rejected)
@@ -190,27 +187,24 @@ class Speculation:
             token_ids = [shared.draft_id_of[token_id] for token_id in token_ids]
         if tree.feeds_chain(nodes):
             return SequenceInput(session_id, self.chain_length, token_ids, 1)
-        parents = tree.parents_of(nodes)
-        return SequenceInput(
-            session_id, tree.chain_length, token_ids, len(nodes), parents, len(tree.off_chain)
-        )
+        parents, num_kept = tree.parents_of(nodes), len(tree.off_chain)
+        return SequenceInput(session_id, tree.chain_length, token_ids, len(nodes), parents, num_kept)
 
     def _feed_block(self, node: Node) -> SequenceInput:
         """Return the feed of a node after those before it that were not fed, with masks after it."""
         assert self.sent is not None
         tree, unfed = self.tree, self.unfed(node)
         masks = self.masks(node, self.sent.shape.depth)
-        token_ids = [one.token_id for one in unfed] + masks
+        token_ids = [before.token_id for before in unfed] + masks
         parents, num_kept = None, len(tree.off_chain)
         if not tree.feeds_chain(unfed):
             parents = [*tree.parents_of(unfed[:1]), *range(num_kept, num_kept + len(token_ids) - 1)]
-        return SequenceInput(
-            self.session.session_id, tree.chain_length, token_ids, len(masks) + 1, parents, num_kept
-        )
+        session_id, num_logits = self.session.session_id, len(masks) + 1
+        return SequenceInput(session_id, tree.chain_length, token_ids, num_logits, parents, num_kept)
 
     def unfed(self, node: Node) -> list[Node]:
         """Return the nodes that are not in the engine's cache, from the root to this node."""
-        return [one for one in node.path() if one.place is None]
+        return [before for before in node.path() if before.place is None]
 
     def can_run(self, nodes: Sequence[Node]) -> bool:
         """Whether `run` can feed these open nodes: one, at the end of the engine's chain."""
@@ -220,20 +214,14 @@ class Speculation:
         return is_tip and engine.can_chain and has_largest and self._cut_share <= MAX_CUT_SHARE
 
     def run(
-        self,
-        feed: SequenceInput,
-        count: int,
-        *,
-        stop: c_int32 | None = None,
-        is_idle: bool = False,
+        self, feed: SequenceInput, count: int, *, stop: c_int32 | None = None, is_idle: bool = False
     ) -> tuple[list[int], Tensor]:
         """Feed an open node, then each best-scoring next token, in up to `count` forwards.
 
         Args:
             feed: As of `step`, with logits of its last token only: the open node.
             count: Forwards at most.
-            stop: As of `Engine.chain`.
-            is_idle: As of `Engine.chain`.
+            stop, is_idle: As of `Engine.chain`.
 
         Returns:
             The tokens that were fed from the open node on, and the logits [tokens, vocab_size] after them.
@@ -286,11 +274,11 @@ class Speculation:
         path = _path(node)
         if not self._predictor.counts_tokens:
             return self._predictor.predict(logits, positions, lambda: [path] * len(positions))
-        made: list[Prediction] = []
+        predictions: list[Prediction] = []
         for row, position in zip(logits, positions, strict=True):
-            made += self._predictor.predict(row[None], [position], lambda: [path])
-            path.append(made[-1].choose(node.position + 1))  # the draft's own choices count, too
-        return made
+            predictions += self._predictor.predict(row[None], [position], lambda: [path])
+            path.append(predictions[-1].choose(node.position + 1))  # the draft's own choices count, too
+        return predictions
 
     def _note_fed(self, nodes: Sequence[Node]) -> None:
         if nodes[0] is self.tree.root:
@@ -300,8 +288,8 @@ class Speculation:
 
     def _predict_after(self, nodes: Sequence[Node], logits: Tensor) -> None:
         positions = [node.position + 1 for node in nodes]
-        made = self._predictor.predict(logits, positions, lambda: map(_path, nodes))
-        for node, prediction in zip(nodes, made, strict=True):
+        predictions = self._predictor.predict(logits, positions, lambda: map(_path, nodes))
+        for node, prediction in zip(nodes, predictions, strict=True):
             node.prediction = prediction
 
 

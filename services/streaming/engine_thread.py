@@ -21,12 +21,13 @@ from services.engine.core.errors import EngineLostError
 from services.scheduling.block_queue import BlockQueue
 from services.scheduling.tasks import Release, Reply, Task
 
-_log = logging.getLogger(__name__)
 MAX_DELIVERY_S = 1e-3
 """How long draft-ahead waits for the event loop to send the replies."""
 
 STUCK_AFTER_S = 5.0
 """How long a step may go on after its engine was lost, to end by itself and answer its blocks."""
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Command = Callable[[BlockQueue[Any, Any]], None]

@@ -24,26 +24,17 @@ _MAX_UINT32 = 2**32 - 1
 
 @dataclass(frozen=True)
 class Model:
-    """What a worker serves.
-
-    Args:
-        vocab_sha256: Fingerprint of the tokenizer's vocabulary; empty without a tokenizer.
-        metrics_address: host:port of the Prometheus endpoint; empty: none.
-        kernel: Implementation of its forwards, see `Engine.kernel`.
-        identity: Of a target's weights and arithmetic, see `services.process.fingerprints`; empty: unknown.
-        takes_trees: Whether a target verifies trees.
-        adapters: Identity of a target with each LoRA adapter that it serves, by the adapter's name.
-    """
+    """What a worker serves."""
 
     name: str
     vocab_size: int
     max_context: int
-    vocab_sha256: str
-    metrics_address: str = ""
-    kernel: str = ""
-    identity: str = ""
-    takes_trees: bool = True
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    vocab_sha256: str  # fingerprint of the tokenizer's vocabulary; empty without a tokenizer
+    metrics_address: str = ""  # host:port of the Prometheus endpoint; empty: none
+    kernel: str = ""  # implementation of its forwards, see `Engine.kernel`
+    identity: str = ""  # of a target's weights and arithmetic, see `model_identity`; empty: unknown
+    takes_trees: bool = True  # whether a target verifies trees
+    adapters: Mapping[str, str] = field(default_factory=dict)  # a target's identity with each LoRA adapter
 
 
 def task_fields(block: Any, default_timeout_ms: int, deliver: Deliver) -> dict[str, Any]:

@@ -31,8 +31,9 @@ MAX_FRAME_BLOCKS = 16_384
 NOTICE_S = 0.2
 """How long blocks are still accepted after the draining notice, for those already on their way."""
 
-_log = logging.getLogger(__name__)
 Deliver = Callable[[Task, Reply], None]
+
+_log = logging.getLogger(__name__)
 
 
 class Streams:
@@ -174,14 +175,12 @@ class BlockStream:
                 if self._streams.is_draining:
                     raise UnavailableError("the worker is shutting down")
                 if len(self._pending) >= MAX_IN_FLIGHT:
-                    raise ResourceExhaustedError(
-                        f"blocks in flight: got more than {MAX_IN_FLIGHT} on one stream"
-                    )
+                    got = f"more than {MAX_IN_FLIGHT} on one stream"
+                    raise ResourceExhaustedError(f"blocks in flight: got {got}")
                 task = self._parse(block, self._deliver)
                 if self._streams.num_ids > 0 and self._streams.num_ids + task.num_ids > MAX_IDS_IN_FLIGHT:
-                    raise ResourceExhaustedError(
-                        f"token ids in flight: got more than {MAX_IDS_IN_FLIGHT} on all streams"
-                    )
+                    got = f"more than {MAX_IDS_IN_FLIGHT} on all streams"
+                    raise ResourceExhaustedError(f"token ids in flight: got {got}")
             except GammarayError as error:
                 self._refuse(block, error)
             except Exception as error:

@@ -29,7 +29,7 @@ class Submission:
 
     def __init__(self, engine: EngineThread) -> None:
         self._engine = engine
-        self._held: dict[str, deque[Task]] = {}
+        self._waiting: dict[str, deque[Task]] = {}  # blocks of sessions whose grammar is compiled
         self._compiling: set[asyncio.Task[None]] = set()
         self._places = asyncio.Semaphore(MAX_COMPILING)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -38,11 +38,14 @@ class Submission:
         """Submit blocks; each is answered through its `deliver`, also when its grammar is wrong."""
         ready = []
         for task in tasks:
-            held = self._held.get(task.session_id)
-            if held is not None:
-                held.append(task)
+            waiting = self._waiting.get(task.session_id)
+            if waiting is not None:
+                waiting.append(task)
             elif self._must_compile(task):
-                self._hold(task)
+                self._waiting[task.session_id] = deque([task])
+                work = asyncio.create_task(self._pass_on(task.session_id))
+                self._compiling.add(work)
+                work.add_done_callback(self._compiling.discard)
             else:
                 ready.append(task)
         if ready:
@@ -51,12 +54,12 @@ class Submission:
     def release(self, endings: Sequence[Release]) -> None:
         """End sessions, and answer their waiting blocks, see `BlockQueue.release`."""
         for session_id, epoch, _ in endings:
-            held = self._held.get(session_id, ())
-            if held and (epoch == 0 or epoch >= max(task.epoch for task in held)):
+            waiting = self._waiting.get(session_id)
+            if waiting and (epoch == 0 or epoch >= max(task.epoch for task in waiting)):
                 error = CancelledError(f"session {session_id} was released")
-                for task in held:
+                for task in waiting:
                     task.deliver(task, Reply(task.request_id, session_id, error))
-                held.clear()
+                waiting.clear()
         self._engine.release(endings)
 
     def _must_compile(self, task: Task) -> bool:
@@ -64,32 +67,23 @@ class Submission:
         has_grammar = task.spec is not None and task.spec.params.grammar != ""
         return has_grammar and scheduler is not None and scheduler.grammars is not None
 
-    def _hold(self, task: Task) -> None:
-        self._held[task.session_id] = deque([task])
-        work = asyncio.create_task(self._pass_on(task.session_id))
-        self._compiling.add(work)
-        work.add_done_callback(self._compiling.discard)
-
     async def _pass_on(self, session_id: str) -> None:
-        """Submit the held blocks of a session, each as soon as its grammar is compiled."""
-        held = self._held[session_id]
-        while held:
-            task = held[0]
+        """Submit the waiting blocks of a session, each as soon as its grammar is compiled."""
+        waiting = self._waiting[session_id]
+        while waiting:
+            task = waiting[0]
             error = await self._compile(task) if self._must_compile(task) else None
-            if not held or held[0] is not task:  # released in the meantime
+            if not waiting or waiting[0] is not task:  # released in the meantime
                 continue
-            held.popleft()
+            waiting.popleft()
             if error is None:
                 self._engine.submit([task])
             else:
                 task.deliver(task, Reply(task.request_id, session_id, error))
-        del self._held[session_id]
+        del self._waiting[session_id]
 
     async def _compile(self, task: Task) -> GammarayError | None:
-        """Compile the grammar of a block in another thread; return the error if it is wrong.
-
-        A block that is answered already, or that the engine will drop, needs none.
-        """
+        """Compile a block's grammar, unless it is answered or the engine will drop it; return its error."""
         scheduler, spec = self._engine.scheduler, task.spec
         assert scheduler is not None
         assert scheduler.grammars is not None
@@ -98,8 +92,8 @@ class Submission:
         turn = self._turns.setdefault(grammar, asyncio.Lock())
         try:
             async with turn, self._places:
-                held = self._held[task.session_id]
-                is_first = len(held) > 0 and held[0] is task  # else it was released
+                waiting = self._waiting[task.session_id]
+                is_first = len(waiting) > 0 and waiting[0] is task  # else it was released
                 if is_first and not task.cancelled and time.monotonic() <= task.deadline:
                     task.grammar = await asyncio.to_thread(begin, grammar, spec.eos_token_ids)
         except GammarayError as error:

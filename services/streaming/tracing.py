@@ -42,12 +42,11 @@ class BlockTracer:
 
     def answered(self, task: Task, reply: Reply) -> None:
         """Record that a block of a sampled session was answered now."""
-        is_notice = isinstance(task, ProposeTask) and task.is_notice
         end_ns, took_s = time.time_ns(), time.monotonic() - task.arrived
         span = self._tracer.start_span(
             t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
             context=_parent(task.traceparent),
-            kind=SpanKind.CONSUMER if is_notice else SpanKind.SERVER,
+            kind=SpanKind.CONSUMER if task.is_notice else SpanKind.SERVER,
             attributes=_values(task, reply),
             start_time=end_ns - round(took_s * 1e9),
         )

@@ -37,7 +37,6 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
     async def Verify(
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.VerifyResponse]:
-        """Serve verifications for many sessions over one stream."""
         if self._streams.is_leaving:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
         frames = self._streams.serve(request_iterator, self._parse)
@@ -48,7 +47,6 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
     async def GetTargetInfo(
         self, request: pb.GetTargetInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetTargetInfoResponse:
-        """Return what the worker serves and its load."""
         async with guarded(context):
             info = await describe(self._model, self._streams.engine)
         return pb.GetTargetInfoResponse(
@@ -72,9 +70,8 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             check_int("num_prompt_logprobs", num_prompt, 0, MAX_TOP_LOGPROBS)
             check_prompt_logprobs(num_prompt, block.base_position)
         if len(block.proposal.token_ids) > MAX_NODES:
-            raise InvalidArgumentError(
-                "proposal", f"{len(block.proposal.token_ids)} nodes", f"at most {MAX_NODES}"
-            )
+            got = f"{len(block.proposal.token_ids)} nodes"
+            raise InvalidArgumentError("proposal", got, f"at most {MAX_NODES}")
         proposal = proposal_from_proto(block.proposal, model.vocab_size)
         head = shape_from_proto(block.head, least=0) if block.HasField("head") else None
         if head is not None and head.depth and proposal:
@@ -89,17 +86,16 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         task.validate(model.vocab_size, model.max_context)
         end = task.base_position + proposal.depth
         if end > model.max_context:
-            raise InvalidArgumentError(
-                "proposal", f"an end at {end}", f"at most {model.max_context} (context)"
-            )
+            allowed = f"at most {model.max_context} (context)"
+            raise InvalidArgumentError("proposal", f"an end at {end}", allowed)
         return task
 
 
 def check_identity(block: pb.VerifyBlock, model: Model) -> None:
     """Refuse a session of another model; its owner may expect the process that had this address before."""
     wanted, adapter = block.spec.model_identity, block.spec.adapter
-    found = model.adapters.get(adapter, "") if adapter else model.identity
-    if wanted and wanted != found:
+    identity = model.adapters.get(adapter, "") if adapter else model.identity
+    if wanted and wanted != identity:
         raise ModelChangedError(block.session_id, wanted, [model.identity, *model.adapters.values()])
     if adapter and adapter not in model.adapters:
         allowed = ", ".join(sorted(model.adapters)) or "none: this worker serves no adapter"

@@ -56,30 +56,29 @@ def build_batch(
         states: The target's states of each sequence, [tokens, taps, hidden_size]; None: of a draft model.
         generator: Chooses windows; None: each sequence is whole.
     """
-    starts = [0 if generator is None else _start(one, generator) for one in sequences]
-    width = max(len(one.token_ids) - start for one, start in zip(sequences, starts, strict=True))
+    starts = [0 if generator is None else _start(sequence, generator) for sequence in sequences]
+    width = max(len(sequence.token_ids) - start for sequence, start in zip(sequences, starts, strict=True))
     token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
     size = (0, 0) if states is None else states[0].shape[1:]
-    given = torch.zeros(len(sequences), width, *size, dtype=torch.bfloat16)
-    for number, (one, start) in enumerate(zip(sequences, starts, strict=True)):
-        length = len(one.token_ids) - start
-        token_ids[number, :length] = torch.from_numpy(one.token_ids[start:].astype("int64"))
+    padded = torch.zeros(len(sequences), width, *size, dtype=torch.bfloat16)
+    for number, (sequence, start) in enumerate(zip(sequences, starts, strict=True)):
+        length = len(sequence.token_ids) - start
+        token_ids[number, :length] = torch.from_numpy(sequence.token_ids[start:].astype("int64"))
         if states is not None:
-            given[number, :length] = states[number][start:]
+            padded[number, :length] = states[number][start:]
     place, labels, ids, logs = [], [], [], []
     for depth in range(1, num_depths + 1):
-        for number, one in enumerate(sequences):
-            end = len(one.token_ids)
+        for number, sequence in enumerate(sequences):
+            end = len(sequence.token_ids)
             first = starts[number] + depth + (states is not None)  # a head needs the state before the anchor
-            label = torch.arange(min(end, max(one.num_prompt, first)), end)
+            label = torch.arange(min(end, max(sequence.num_prompt, first)), end)
             anchor = label - depth
-            place.append(
-                torch.stack((torch.full_like(anchor, number), anchor, torch.full_like(anchor, depth)), 1)
-            )
-            answer = label.numpy() - one.num_prompt
-            labels.append(torch.from_numpy(one.token_ids[label.numpy()].astype("int64")))
-            ids.append(torch.from_numpy(one.top_ids[answer].astype("int64")))
-            logs.append(torch.from_numpy(one.top_logs[answer].astype("float32")))
+            numbers, depths = torch.full_like(anchor, number), torch.full_like(anchor, depth)
+            place.append(torch.stack((numbers, anchor, depths), 1))
+            answer = label.numpy() - sequence.num_prompt
+            labels.append(torch.from_numpy(sequence.token_ids[label.numpy()].astype("int64")))
+            ids.append(torch.from_numpy(sequence.top_ids[answer].astype("int64")))
+            logs.append(torch.from_numpy(sequence.top_logs[answer].astype("float32")))
     return Batch(
         token_ids=token_ids,
         starts=torch.tensor(starts),
@@ -87,12 +86,12 @@ def build_batch(
         labels=torch.cat(labels),
         top_ids=torch.cat(ids),
         top_logs=torch.cat(logs),
-        states=given,
+        states=padded,
     )
 
 
-def _start(one: Sequence, generator: torch.Generator) -> int:
+def _start(sequence: Sequence, generator: torch.Generator) -> int:
     """Return the first position of which the head sees the states; at least half of the answer follows."""
-    most = one.num_prompt + (len(one.token_ids) - one.num_prompt) // 2
+    most = sequence.num_prompt + (len(sequence.token_ids) - sequence.num_prompt) // 2
     is_window, place = torch.rand(2, generator=generator).tolist()
     return int(place * most) if is_window < _WINDOWS else 0

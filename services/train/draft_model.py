@@ -35,9 +35,8 @@ class TrainableDraft(Trainable):
 
     def __init__(self, target: PreTrainedModel, layers: Items[int], target_ids: Tensor) -> None:
         parts: Any = target
-        if not all(
-            hasattr(getattr(parts, "model", None), part) for part in ("embed_tokens", "layers", "norm")
-        ):
+        body = getattr(parts, "model", None)
+        if not all(hasattr(body, part) for part in ("embed_tokens", "layers", "norm")):
             raise FailedPreconditionError(
                 f"model_type {target.config.model_type}: a drafter needs a target with model.embed_tokens, "
                 "model.layers and model.norm, as Llama and Qwen have them"
@@ -89,7 +88,6 @@ class TrainableDraft(Trainable):
             raise InvalidArgumentError("init", init, f"a drafter of the same shape ({error})") from error
 
     def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:
-        """Write a directory as `services.engine.core.drafter` reads it, see `Trainable.save`."""
         parts = self.model.state_dict().items()
         weights = {f"model.{key}": value for key, value in parts if "embed_tokens" not in key}
         ids = self.target_ids.cpu()

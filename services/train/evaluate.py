@@ -17,11 +17,11 @@ _SHARES = {"overlap": overlap, "coupled": coupled}
 
 
 @torch.no_grad()
-def evaluate(drafter: Trainable, held: Items[Sequence]) -> dict[str, Any]:
+def evaluate(drafter: Trainable, answers: Items[Sequence]) -> dict[str, Any]:
     """Return what the drafter reaches.
 
     Args:
-        held: Answers that it was not trained on; greedy measures use those of temperature 0.
+        answers: Answers that it was not trained on; greedy measures use those of temperature 0.
 
     Returns:
         `greedy`: share of matches by depth, given that all before matched; at temperature 1 by depth, given
@@ -33,10 +33,10 @@ def evaluate(drafter: Trainable, held: Items[Sequence]) -> dict[str, Any]:
     tested, matched = [0] * DEPTH, [0] * DEPTH
     shares, seen = {name: [0.0] * drafter.depth for name in _SHARES}, [0] * drafter.depth
     cycles = tokens = 0
-    for sequence in held:
+    for sequence in answers:
         hits = {}
-        for anchor, depth, found, hit in _predictions(drafter, sequence):
-            for total, share in zip(shares.values(), found, strict=True):
+        for anchor, depth, measures, hit in _predictions(drafter, sequence):
+            for total, share in zip(shares.values(), measures, strict=True):
                 total[depth - 1] += share
             seen[depth - 1] += 1
             hits[anchor, depth] = hit
@@ -74,13 +74,12 @@ def _predictions(drafter: Trainable, sequence: Sequence) -> Iterator[tuple[int, 
     batch = drafter.batch([sequence], drafter.depth).to(device)
     with mixed_precision(device):
         logs = drafter(batch)
-    wanted, found = drafter.common(batch, logs)
-    shares = torch.stack([share(wanted, found) for share in _SHARES.values()], -1)
+    wanted, drafted = drafter.common(batch, logs)
+    shares = torch.stack([share(wanted, drafted) for share in _SHARES.values()], -1)
     hits = drafter.target_ids[logs.argmax(-1)] == batch.labels
-    for (_, anchor, depth), each, hit in zip(
-        batch.place.tolist(), shares.tolist(), hits.tolist(), strict=True
-    ):
-        yield anchor, depth, each, hit
+    places = zip(batch.place.tolist(), shares.tolist(), hits.tolist(), strict=True)
+    for (_, anchor, depth), measures, hit in places:
+        yield anchor, depth, measures, hit
 
 
 def _drafted(hits: Mapping[tuple[int, int], bool], anchor: int, most: int, *, is_head: bool) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
-from services.heads.eagle import Attend, EagleConfig, EagleHead
+from services.heads.eagle import EagleConfig, EagleHead
 from services.heads.loading import load_head
 from services.train.answers.store import Sequence
 from services.train.batches import Batch, build_batch
@@ -35,16 +35,8 @@ States: TypeAlias = Callable[[Items[Sequence]], list[Tensor]]
 
 _LAYER_TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _CONFIG_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_parameters",
-    "hidden_act",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "hidden_act"),
 )
 
 
@@ -62,10 +54,8 @@ class TrainableHead(Trainable):
     def __init__(self, target: PreTrainedModel, taps: Items[int], target_ids: Tensor, states: States) -> None:
         config: Any = target.config
         if config.model_type not in _LAYER_TYPES:
-            allowed = ", ".join(_LAYER_TYPES)
-            raise FailedPreconditionError(
-                f"model_type {config.model_type}: a head is trained for targets of types {allowed}"
-            )
+            allowed = f"a head is trained for targets of types {', '.join(_LAYER_TYPES)}"
+            raise FailedPreconditionError(f"model_type {config.model_type}: {allowed}")
         super().__init__(config.vocab_size, target_ids)
         self._states = states
         stored = {key: getattr(config, key) for key in _CONFIG_KEYS if getattr(config, key, None) is not None}
@@ -143,17 +133,15 @@ class TrainableHead(Trainable):
         deepest = int(batch.place[:, 2].max())
         tokens = F.pad(batch.token_ids, (0, deepest))
         attention = _Unrolled()
-        found = []
+        states = []
         for depth in range(1, deepest + 1):
-            hidden, feature = module(
-                tokens[:, depth : depth + rows], feature, positions + depth, attention.step()
-            )
+            inputs = tokens[:, depth : depth + rows]
+            hidden, feature = module(inputs, feature, positions + depth, attention.step)
             chosen = batch.place[batch.place[:, 2] == depth]
-            found.append(hidden[chosen[:, 0], chosen[:, 1] - 1 - batch.starts[chosen[:, 0]]])
-        return module.logits(torch.cat(found)).float().log_softmax(-1)
+            states.append(hidden[chosen[:, 0], chosen[:, 1] - 1 - batch.starts[chosen[:, 0]]])
+        return module.logits(torch.cat(states)).float().log_softmax(-1)
 
     def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:
-        """Write a directory in the `speculators` format, see `Trainable.save`."""
         config, ids = self.config, self.target_ids.cpu()
         weights = {**self.module.state_dict(), "d2t": ids - torch.arange(len(ids))}
         layer = config.rope.to_diff_dict() | {"model_type": "llama", "num_hidden_layers": 1}
@@ -199,35 +187,29 @@ class _FixedRows(nn.Module):
 
 
 class _Unrolled:
-    """Attention of the steps: to the first step's rows up to the own one, and to the own later steps."""
+    """Attention of a row in each step: to the first step's rows up to itself, and to its later states."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def step(self) -> Attend:
-        """Return the attention of the next step."""
-        return self._first if not self._keys else self._further
-
-    def _first(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend in the next step."""
         self._keys.append(key)
         self._values.append(value)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return mixed.transpose(1, 2)
-
-    def _further(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._keys.append(key)
-        self._values.append(value)
+        if len(self._keys) == 1:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return mixed.transpose(1, 2)
         group = query.shape[1] // key.shape[1]
-        keys = [one.repeat_interleave(group, 1) for one in self._keys]
-        values = [one.repeat_interleave(group, 1) for one in self._values]
+        keys = [step.repeat_interleave(group, 1) for step in self._keys]
+        values = [step.repeat_interleave(group, 1) for step in self._values]
         query = query * query.shape[-1] ** -0.5
         rows = query.shape[2]
         later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
         true = (query @ keys[0].transpose(-1, -2)).masked_fill(later, -torch.inf)
-        own = torch.stack([(query * one).sum(-1) for one in keys[1:]], -1)
-        share = torch.cat([true, own], -1).float().softmax(-1).to(value.dtype)
+        drafted = torch.stack([(query * step).sum(-1) for step in keys[1:]], -1)
+        share = torch.cat([true, drafted], -1).float().softmax(-1).to(value.dtype)
         mixed = share[..., :rows] @ values[0]
-        for at, one in enumerate(values[1:]):
-            mixed = mixed + share[..., rows + at, None] * one
+        for at, step in enumerate(values[1:]):
+            mixed = mixed + share[..., rows + at, None] * step
         return mixed.transpose(1, 2)

@@ -15,35 +15,35 @@ _LEAST = 1e-30
 """Denominators below this are of tokens that neither draws."""
 
 
-def overlap(wanted: Tensor, found: Tensor) -> Tensor:
+def overlap(wanted: Tensor, drafted: Tensor) -> Tensor:
     """Return 1 - TV, [predictions].
 
     Args:
         wanted: The target's probabilities, 0 where the drafter has no row, [predictions, top_k].
-        found: The drafter's log-probabilities at the same ids, of any value where `wanted` is 0.
+        drafted: The drafter's log-probabilities at the same ids, of any value where `wanted` is 0.
     """
-    return torch.minimum(wanted, found.exp()).sum(-1)
+    return torch.minimum(wanted, drafted.exp()).sum(-1)
 
 
-def coupled(wanted: Tensor, found: Tensor) -> Tensor:
+def coupled(wanted: Tensor, drafted: Tensor) -> Tensor:
     """Return the probability [predictions] that target and drafter draw one token with the same Gumbel noise.
 
     That is sum_j 1 / sum_i max(p_i / p_j, q_i / q_j). Tokens that are not among `wanted` are taken to belong
     to one of the two only.
     """
-    found = found.exp() * (wanted > 0)
-    p_rest, q_rest = (1 - part.sum(-1, keepdim=True) for part in (wanted, found))
-    larger = torch.maximum(wanted[:, None] * found[..., None], found[:, None] * wanted[..., None]).sum(-1)
-    larger = larger + p_rest.clamp_min(0) * found + q_rest.clamp_min(0) * wanted
-    return (wanted * found / larger.clamp_min(_LEAST)).sum(-1)
+    drafted = drafted.exp() * (wanted > 0)
+    p_rest, q_rest = (1 - part.sum(-1, keepdim=True) for part in (wanted, drafted))
+    larger = torch.maximum(wanted[:, None] * drafted[..., None], drafted[:, None] * wanted[..., None]).sum(-1)
+    larger = larger + p_rest.clamp_min(0) * drafted + q_rest.clamp_min(0) * wanted
+    return (wanted * drafted / larger.clamp_min(_LEAST)).sum(-1)
 
 
-def loss_of(kind: str, wanted: Tensor, found: Tensor) -> Tensor:
+def loss_of(kind: str, wanted: Tensor, drafted: Tensor) -> Tensor:
     """Return the loss of each prediction, [predictions].
 
     Args:
         kind: "kl" (up to the target's entropy), or "coupled", the probability that coupled verification
             rejects and a tenth of "kl".
     """
-    divergence = -(wanted * found).sum(-1)
-    return divergence if kind == "kl" else 1 - coupled(wanted, found) + _KL_SHARE * divergence
+    divergence = -(wanted * drafted).sum(-1)
+    return divergence if kind == "kl" else 1 - coupled(wanted, drafted) + _KL_SHARE * divergence

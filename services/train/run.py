@@ -146,44 +146,44 @@ class _Run:
         task = self.task
         torch.set_num_threads(task.threads)  # the engine that wrote the answers may have left torch one
         sequences = [
-            s for s in self.store.sequences() if s.num_prompt + 8 <= min(_MAX_LENGTH, len(s.token_ids))
+            _clipped(s)
+            for s in self.store.sequences()
+            if s.num_prompt + 8 <= min(_MAX_LENGTH, len(s.token_ids))
         ]
-        sequences = [_clipped(s) for s in sequences]
-        held = sequences[::_HELD_EVERY][:_HELD_MOST]
+        held_out = sequences[::_HELD_EVERY][:_HELD_MOST]
         taught = [s for i, s in enumerate(sequences) if i % _HELD_EVERY or i >= _HELD_EVERY * _HELD_MOST]
         if not taught:
-            raise FailedPreconditionError(
-                f"{len(sequences)} answers are too few: allow more minutes or tokens"
-            )
+            few = f"{len(sequences)} answers are too few"
+            raise FailedPreconditionError(f"{few}: allow more minutes or tokens")
         drafter = self._drafter(taught)
         peak = task.learning_rate or (_HEAD_RATE if self.is_head else _RATE)
         optimizer = optimizer_of(drafter, peak)
-        made = self._restore(drafter, optimizer)
+        progress = self._restore(drafter, optimizer)
         budget, is_first = task.minutes * 60, True
         while True:
             if self.stopped():
-                self._save(drafter, optimizer, made)
+                self._save(drafter, optimizer, progress)
                 return False
             is_over = self.elapsed() >= budget
-            if (made.step % task.steps_per_report == 0 and not (is_first and made.step)) or is_over:
-                self._measure(drafter, held, made, is_first)
-                self._save(drafter, optimizer, made)
-                made.loss = 0.0
+            if (progress.step % task.steps_per_report == 0 and not (is_first and progress.step)) or is_over:
+                self._measure(drafter, held_out, progress, is_first)
+                self._save(drafter, optimizer, progress)
+                progress.loss = 0.0
                 if is_over:
                     return True
-                if made.worse >= _PATIENCE:
-                    self.report(f"no improvement in {made.worse} measurements: stopped early")
+                if progress.worse >= _PATIENCE:
+                    self.report(f"no improvement in {progress.worse} measurements: stopped early")
                     return True
             is_first = False
-            progress = self.elapsed() / budget
-            rate = min(1.0, (made.step + 1) / _WARM_UP_STEPS) * min(1.0, max(0.05, 2 * (1 - progress)))
+            share = self.elapsed() / budget
+            rate = min(1.0, (progress.step + 1) / _WARM_UP_STEPS) * min(1.0, max(0.05, 2 * (1 - share)))
             optimizer.param_groups[0]["lr"] = peak * rate
             if self.is_head:
-                is_late = progress >= UNROLL_FROM or task.init != ""
+                is_late = share >= UNROLL_FROM or task.init != ""
                 drafter.num_depths = UNROLL if is_late else 1
-            seed = task.seed * 1_000_003 + made.step
-            made.loss += train_on(drafter, optimizer, taught, task.train_tokens, seed, task.loss)
-            made.step += 1
+            seed = task.seed * 1_000_003 + progress.step
+            progress.loss += train_on(drafter, optimizer, taught, task.train_tokens, seed, task.loss)
+            progress.step += 1
 
     def _drafter(self, taught: list[Sequence]) -> Trainable:
         task = self.task
@@ -195,43 +195,40 @@ class _Run:
         module = self.target.module
         drafter: Trainable
         if self.is_head:
-            drafter = TrainableHead(module, self.layers, rows, self._state_store().of)
+            reader = load_model(self.path, device=task.device, dtype="bfloat16").module
+            states = StateStore(self.work / "states", reader, self.layers)
+            drafter = TrainableHead(module, self.layers, rows, states.of)
         else:
             drafter = TrainableDraft(module, self.layers, rows)
         if task.init and not state.exists():
             drafter.start_from(task.init, self.path)
         return drafter.to(task.device)
 
-    def _state_store(self) -> StateStore:
-        module = load_model(self.path, device=self.task.device, dtype="bfloat16").module
-        return StateStore(self.work / "states", module, self.layers)
-
-    def _measure(self, drafter: Trainable, held: list[Sequence], made: _Progress, is_first: bool) -> None:
-        found = evaluate(drafter, held)
+    def _measure(
+        self, drafter: Trainable, held_out: list[Sequence], progress: _Progress, is_first: bool
+    ) -> None:
+        card = evaluate(drafter, held_out)
         cost = drafter.num_weights / sum(p.numel() for p in self.target.module.parameters())
-        found["predicted_speedup"] = round(found["tokens_per_cycle"] / (1 + DEPTH * cost), 3)
-        found |= {
-            "steps": made.step,
-            "seconds": round(self.elapsed()),
-            "answer_tokens": self.store.num_answer_tokens,
-        }
-        loss = made.loss / (made.step % self.task.steps_per_report or self.task.steps_per_report)
-        shown = " ".join(f"{key} {value}" for key, value in found.items() if key not in ("gamma", "seconds"))
+        card["predicted_speedup"] = round(card["tokens_per_cycle"] / (1 + DEPTH * cost), 3)
+        card |= {"steps": progress.step, "seconds": round(self.elapsed())}
+        card["answer_tokens"] = self.store.num_answer_tokens
+        loss = progress.loss / (progress.step % self.task.steps_per_report or self.task.steps_per_report)
+        shown = " ".join(f"{key} {value}" for key, value in card.items() if key not in ("gamma", "seconds"))
         self.report(f"{self.elapsed():.0f} s: " + ("" if is_first else f"loss {loss:.3f} ") + shown)
-        score = found["tokens_per_cycle"] + sum(found["coupled"])
-        if score <= made.best:
-            made.worse += 1
+        score = card["tokens_per_cycle"] + sum(card["coupled"])
+        if score <= progress.best:
+            progress.worse += 1
             return
-        made.best, made.worse = score, 0
-        size = drafter.save(Path(self.task.out), self.identity, Path(self.path).name, found)
+        progress.best, progress.worse = score, 0
+        size = drafter.save(Path(self.task.out), self.identity, Path(self.path).name, card)
         self.report(f"saved {self.task.out}, {size / 1e6:.1f} MB")
 
     @property
     def _shape(self) -> dict[str, Any]:
         return {key: getattr(self.task, key) for key in _SHAPE} | {"layers": self.layers}
 
-    def _save(self, drafter: Trainable, optimizer: torch.optim.Optimizer, made: _Progress) -> None:
-        state = {"shape": self._shape, "step": made.step, "best": made.best, "worse": made.worse}
+    def _save(self, drafter: Trainable, optimizer: torch.optim.Optimizer, progress: _Progress) -> None:
+        state = {"shape": self._shape, "step": progress.step, "best": progress.best, "worse": progress.worse}
         state |= {"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict()}
         with disk(self.work):
             try:
@@ -247,9 +244,8 @@ class _Run:
             return _Progress()
         state = torch.load(path, weights_only=True, map_location=self.task.device)
         if state["shape"] != self._shape:
-            raise FailedPreconditionError(
-                f"{path} has shape {state['shape']}, not {self._shape}: use another --work, or delete it"
-            )
+            mismatch = f"{path} has shape {state['shape']}, not {self._shape}"
+            raise FailedPreconditionError(f"{mismatch}: use another --work, or delete it")
         drafter.load_state_dict(state["drafter"])
         optimizer.load_state_dict(state["optimizer"])
         self.report(f"continues at step {state['step']}, after {self.elapsed():.0f} s")

@@ -126,14 +126,10 @@ def train_on(
     seed: int,
     kind: str,
 ) -> float:
-    """Take a step on sequences by chance, with at least so many answer tokens; return its loss.
-
-    Args:
-        kind: Of the loss, as in `losses.loss_of`.
-    """
+    """Take a step on random sequences of at least `num_tokens` answer tokens; return its `losses.loss_of`."""
     generator, device = torch.Generator().manual_seed(seed), drafter.head.device
     chosen: list[Sequence] = []
-    while sum(one.num_answer for one in chosen) < num_tokens:
+    while sum(sequence.num_answer for sequence in chosen) < num_tokens:
         chosen.append(sequences[int(torch.randint(len(sequences), (), generator=generator))])
     batch = drafter.batch(chosen, drafter.num_depths, generator).to(device)
     with mixed_precision(device):
@@ -145,10 +141,10 @@ def train_on(
 def fingerprints_of(target: str) -> dict[str, str]:
     """Return the fingerprints of a target and of its tokenizer, as `Trainable.save` takes them."""
     identity = model_identity(target, dtype="-", device="cpu", deterministic=False)
-    found = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(target)}
-    if not all(found.values()):
+    fingerprints = {"target": identity.partition("/")[0], "tokenizer": vocab_sha256(target)}
+    if not all(fingerprints.values()):
         raise FailedPreconditionError(f"{target}: its weights or its tokenizer have no fingerprint")
-    return found
+    return fingerprints
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:

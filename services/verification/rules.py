@@ -104,9 +104,9 @@ def cut_before(verdict: Verdict, proposal: Proposal, rows: Collection[int]) -> V
     """
     path = verdict.accepted_path
     at = next((at for at, node in enumerate(path) if node + 1 in rows), None)
-    return (
-        verdict if at is None else make_verdict(list(path[:at]), proposal.token_ids[path[at]], failed=False)
-    )
+    if at is None:
+        return verdict
+    return make_verdict(list(path[:at]), proposal.token_ids[path[at]], failed=False)
 
 
 def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_position: int) -> Verdict:
@@ -119,9 +119,8 @@ def _verify_rejection(log_probs: Tensor, proposal: Proposal, noise: Noise, base_
         weight = weight_of(draft, proposal.token_ids[node])
         if not is_accepted(noise.accept_uniform(position), math.exp(log_prob), weight, draft.weight_bits):
             # A token outside the shipped support was not drawn from q: ignore q, since p alone is exact.
-            distribution = (
-                residual_distribution(log_probs[node], draft) if weight else log_probs[node].double().exp()
-            )
+            row = log_probs[node]
+            distribution = residual_distribution(row, draft) if weight else row.double().exp()
             token_id = _draw(distribution, noise, position)
             return make_verdict(list(range(node)), token_id, failed=True)
     bonus = _draw(log_probs[-1].double().exp(), noise, base_position + num_rows - 1)
@@ -154,10 +153,7 @@ def _verify_block(log_probs: Tensor, proposal: Proposal, noise: Noise, base_posi
 
 
 def _believable(proposal: Proposal) -> list[SparseDistribution]:
-    """Return the draft distributions up to the first token outside its own, which was not drawn from it.
-
-    The chain is verified as if it ended there: p alone is exact.
-    """
+    """Return the draft distributions before the first token outside its own: the chain ends there."""
     drafts = list[SparseDistribution]()
     for node, token_id in enumerate(proposal.token_ids):
         draft = _draft_distribution(proposal, node)

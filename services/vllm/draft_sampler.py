@@ -25,18 +25,13 @@ from services.vllm.sampler import UNUSED_TOKEN, RequestState, StepSampler
 
 
 class _Row(NamedTuple):
-    """The logits [1, vocab_size] after one request's last token.
+    """The logits [1, vocab_size] after one request's last token."""
 
-    Args:
-        at: Index of the request in the batch.
-        position: Absolute position of the token to draw.
-    """
-
-    at: int
+    at: int  # index of the request in the batch
     request_id: str
     session: RequestState
     block: DraftBlock
-    position: int
+    position: int  # absolute position of the token to draw
     logits: Tensor
 
 

@@ -25,7 +25,7 @@ from services.scheduling.masks import compute_masks
 from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import ProposeTask, Reply, SessionSpec, Timing
+from services.scheduling.tasks import ProposeTask, Reply, SessionSpec
 from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
@@ -34,23 +34,11 @@ from services.vllm.request_queue import RequestQueue, RequestWork, salt_of
 
 @dataclass(slots=True, eq=False)
 class _Drafting(RequestWork[ProposeTask]):
-    """A proposal that vLLM drafts.
+    """A proposal that vLLM drafts; tokens after an end of sequence only keep the duration constant."""
 
-    Args:
-        token_ids: Those so far; behind an end of sequence they only keep the duration constant.
-        distributions: What each was drawn from; None where verification does not need it.
-    """
-
-    depth: int
+    depth: int  # tokens to draft
     token_ids: list[int] = field(default_factory=list)
-    distributions: list[SparseDistribution | None] = field(default_factory=list)
-
-    @property
-    def num_before_end(self) -> int:
-        """Tokens up to the first end of sequence, which is counted."""
-        eos = self.session.spec.eos_token_ids
-        ends = (at for at, token_id in enumerate(self.token_ids, 1) if token_id in eos)
-        return next(ends, len(self.token_ids))
+    distributions: list[SparseDistribution | None] = field(default_factory=list)  # what each was drawn from
 
     @property
     def is_complete(self) -> bool:
@@ -64,40 +52,27 @@ class _Drafting(RequestWork[ProposeTask]):
         is_ended = bool(self.token_ids) and self.token_ids[-1] in self.session.spec.eos_token_ids
         return is_ended and self.distributions[-1] is None
 
-    def take(self, drafted: Drafted) -> None:
-        """Append a token."""
+    def append(self, drafted: Drafted) -> None:
         self.token_ids.append(drafted.token_id)
         self.distributions.append(drafted.distribution)
 
-    def take_all(self, token_ids: Iterable[int]) -> None:
-        """Append tokens that were drafted ahead, as many as the proposal needs."""
-        for token_id in token_ids:
-            if self.is_complete:
-                return
-            self.take(Drafted(token_id))
-
     def proposal(self) -> Proposal:
-        """Return the chain up to its end of sequence."""
-        count = self.num_before_end
-        found = [one for one in self.distributions[:count] if one is not None]
-        return Proposal(
-            tuple(self.token_ids[:count]), None, tuple(found) if count and len(found) == count else None
-        )
+        """Return the chain up to its first end of sequence, which is a part of it."""
+        eos = self.session.spec.eos_token_ids
+        ends = (at for at, token_id in enumerate(self.token_ids, 1) if token_id in eos)
+        count = next(ends, len(self.token_ids))
+        drafts = tuple(draft for draft in self.distributions[:count] if draft is not None)
+        return Proposal(tuple(self.token_ids[:count]), None, drafts if len(drafts) == count > 0 else None)
 
 
 @dataclass(slots=True)
 class _Ahead:
-    """A request that drafts ahead.
+    """A request that drafts ahead."""
 
-    Args:
-        limit: Number of tokens, prompt included, at which it has drafted enough.
-        is_paused: Whether it waits while blocks are served.
-    """
-
-    request_id: str
-    spec: SessionSpec
-    limit: int
-    is_paused: bool = False
+    request_id: str  # its id in vLLM
+    spec: SessionSpec  # the session's parameters
+    limit: int  # number of tokens, prompt included, at which it has drafted enough
+    is_paused: bool = False  # whether it waits while blocks are served
 
 
 class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
@@ -158,7 +133,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         super().submit(tasks)
 
     def step(self) -> list[tuple[ProposeTask, Reply]]:
-        """Draft a token for all blocks, or ahead when there are none; return the answers that are ready."""
         self._drop_dead()
         self._admit()
         if self._running:
@@ -171,9 +145,6 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         replies, self._replies = self._replies, []
         return replies
 
-    def _reply(self, task: ProposeTask, outcome: object, timing: Timing | None = None) -> None:
-        super()._reply(task, None if task.is_notice else outcome, timing)
-
     def _start(self, task: ProposeTask, session: SessionCopy) -> _Drafting | Proposal | CancelledError:
         if any(task.epoch <= newer.epoch for newer in self._waiting[task.session_id]):
             return _replaced(task)
@@ -185,13 +156,13 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             return Proposal()
         drafting = _Drafting(task, session, going_on or "", depth)
         if going_on is None:
-            drafting.request_id = self.engine.open(
-                session.session_id, session.tokens, session.spec, salt_of(session)
-            )
-            block = DraftBlock(task.base_position, self._top_k, self._bits)
-            self.engine.post(drafting.request_id, block)
+            spec, salt = session.spec, salt_of(session)
+            drafting.request_id = self.engine.open(session.session_id, session.tokens, spec, salt)
+            self.engine.post(drafting.request_id, DraftBlock(task.base_position, self._top_k, self._bits))
         else:
-            drafting.take_all((self.engine.tokens(going_on) or ())[len(session.tokens) :])
+            for token_id in (self.engine.tokens(going_on) or ())[len(session.tokens) :]:
+                if not drafting.is_complete:
+                    drafting.append(Drafted(token_id))
             if drafting.is_complete:
                 return self._finish(drafting)
         self._by_request[drafting.request_id] = drafting
@@ -222,7 +193,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             if work is None:
                 continue
             if isinstance(outcome, Drafted):
-                work.take(outcome)
+                work.append(outcome)
                 if work.is_complete:
                     self._end_work(work, self._finish(work))
             else:
@@ -246,19 +217,14 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         return proposal
 
     def _unblock(self, *, is_preempted: bool) -> None:
-        """Free memory after a step in which nothing fitted: draft-ahead's, else fail the newest block.
-
-        Where vLLM has just taken the memory of a block, the next step has that.
-        """
+        """Free memory after a step in which nothing fitted: draft-ahead's, else fail the newest block."""
         if self._ahead:
             for session_id in list(self._ahead):
                 self._evict(session_id)
-            return
-        if is_preempted:
-            return
-        work = next(reversed(self._running.values()))
-        self.engine.close(work.request_id)
-        self._end_work(work, self._too_small())
+        elif not is_preempted:  # else the next step has the memory that vLLM has just taken from a block
+            work = next(reversed(self._running.values()))
+            self.engine.close(work.request_id)
+            self._end_work(work, self._too_small())
 
     def _begin_masks(self, posted: dict[str, DraftBlock]) -> Callable[[], Masks] | None:
         works = [self._by_request[request_id] for request_id in posted if request_id in self._by_request]
@@ -278,12 +244,12 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
 
     def _going_ahead(self) -> list[_Ahead]:
         """Return the requests that have not drafted enough, as many as may share a step."""
-        found: list[_Ahead] = []
+        going: list[_Ahead] = []
         for ahead in self._ahead.values():
             tokens = self.engine.tokens(ahead.request_id)
             if tokens is not None and self._may_go_ahead(ahead.spec, tokens, ahead.limit):
-                found.append(ahead)
-        return found[: self._ahead_rows]
+                going.append(ahead)
+        return going[: self._ahead_rows]
 
     def _draft_ahead(self) -> None:
         going = self._going_ahead()

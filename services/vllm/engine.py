@@ -1,4 +1,4 @@
-"""vLLM's `EngineCore` with one held request per session.
+"""vLLM's `EngineCore` with one request per session, which runs only while a block is posted for it.
 
 Nothing here knows epochs or deadlines: `services.vllm.scheduler` does. Not thread-safe, except for `check`
 and `stats`.
@@ -36,11 +36,11 @@ from services.vllm.messages import (
 MAX_REQUESTS = 256
 """Most sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
 
-MAX_SAID = 200
+MAX_MESSAGE = 200
 """Characters of vLLM's own message in an error."""
 
 _PREFIX = re.compile(r"\A\d{1,3} validation errors? for \w+ (?:Value error, )?")
-"""What pydantic puts before it."""
+"""What pydantic puts before a message."""
 
 _OF_MEMORY = ("auto-fit", "cache blocks", "free memory", "kv cache")
 """Words of its messages about too little memory."""
@@ -62,64 +62,36 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is served.
+    """How a model is served."""
 
-    Args:
-        device: "auto", "cpu" or "cuda".
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        threads: CPU threads of the arithmetic, of each rank; on GPUs vLLM's own choice is kept.
-        max_batch_tokens: Tokens fed in one forward, over all sessions.
-        prefill_chunk: Tokens of one session's prompt in one forward while others wait.
-        max_proposal: Most tokens of one proposal.
-        cache_budget_bytes: Memory for keys and values; None: from the device's memory.
-        memory_share: Of a GPU, for weights, activations and cache, if there is no budget.
-        tensor_parallel: GPUs (or CPU ranks) that the model is spread over.
-        head: Drafts in the target: see `services.vllm.heads.drafter_config`; empty: nothing does.
-        adapters: Directories or hub names of LoRA adapters, by the name that sessions give.
-        is_batch_invariant: Whether vLLM computes a row with the same bits in every batch; on GPUs.
-        is_draft: Whether the model drafts: its requests run freely, and their prompts are short ones after
-            what the prefix cache has.
-    """
-
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int = 1
-    max_batch_tokens: int = 1024
-    prefill_chunk: int = 256
-    max_proposal: int = 16
-    cache_budget_bytes: int | None = None
-    memory_share: float = 0.8
-    tensor_parallel: int = 1
-    head: str = ""
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    is_batch_invariant: bool = False
-    is_draft: bool = False
+    model: str  # directory or hub name
+    device: str = "auto"  # or "cpu", "cuda"
+    dtype: str = "auto"  # or "float32", "bfloat16", "float16"
+    threads: int = 1  # of the arithmetic on CPUs, of each rank; on GPUs vLLM's own choice is kept
+    max_batch_tokens: int = 1024  # tokens fed in one forward, over all sessions
+    prefill_chunk: int = 256  # tokens of one session's prompt in one forward while others wait
+    max_proposal: int = 16  # most tokens of one proposal
+    cache_budget_bytes: int | None = None  # memory for keys and values; None: from the device's memory
+    memory_share: float = 0.8  # of a GPU, for weights, activations and cache, if there is no budget
+    tensor_parallel: int = 1  # GPUs (or CPU ranks) that the model is spread over
+    head: str = ""  # drafts in the target, see `services.vllm.heads.drafter_config`; empty: nothing does
+    adapters: Mapping[str, str] = field(default_factory=dict)  # directories or hub names, by sessions' name
+    is_batch_invariant: bool = False  # whether a row has the same bits in every batch; on GPUs
+    is_draft: bool = False  # whether it drafts: requests run freely, most of their prompts is cached
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step computed.
+    """What a step computed."""
 
-    Args:
-        verdicts: Outcome of each posted block that the step completed.
-        num_tokens: Tokens that it fed.
-        scheduled: The requests that ran.
-        num_cached: Of requests whose prompt the step completed: tokens found in the prefix cache.
-        prompt_scores: Of those that asked for them: vLLM's `LogprobsTensors` of the prompt.
-        drafts: What vLLM's own drafter proposes after the step, by request.
-        states: Hidden states of the committed tokens that it computed, of requests that are learnt from.
-        preempted: Requests that lost their cache; they have to be closed.
-    """
-
-    verdicts: Verdicts
-    num_tokens: int
-    scheduled: Collection[str]
-    num_cached: dict[str, int]
-    prompt_scores: dict[str, Any]
-    drafts: dict[str, list[int]]
-    states: States
-    preempted: list[str]
+    verdicts: Verdicts  # outcome of each posted block that the step completed
+    num_tokens: int  # tokens that it fed
+    scheduled: Collection[str]  # the requests that ran
+    num_cached: dict[str, int]  # tokens found in the prefix cache, of requests whose prompt it completed
+    prompt_scores: dict[str, Any]  # of those that asked for them: vLLM's `LogprobsTensors` of the prompt
+    drafts: dict[str, list[int]]  # what vLLM's own drafter proposes after the step, by request
+    states: States  # hidden states of the committed tokens that it computed, of requests that are learnt from
+    preempted: list[str]  # requests that lost their cache; they have to be closed
 
 
 class VllmEngine:
@@ -161,11 +133,12 @@ class VllmEngine:
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
         self.kernel += ", batch-invariant" if options.is_batch_invariant else ""
         self.max_proposal = options.max_proposal
-        self._scheduler = self.core.scheduler  # of the class `services.vllm.held_scheduler.HeldScheduler`
+        self._scheduler = self.core.scheduler  # of the class `services.vllm.block_scheduler.BlockScheduler`
         self._has_drafter = bool(options.head)
         self.pool = self._scheduler.kv_cache_manager.block_pool
         self._block_size = int(config.cache_config.block_size)
-        self._block_bytes = _cache_bytes(self._scheduler) // max(1, self.pool.num_gpu_blocks)
+        num_bytes = sum(int(tensor.size) for tensor in self._scheduler.kv_cache_config.kv_cache_tensors)
+        self._block_bytes = num_bytes // max(1, self.pool.num_gpu_blocks)
         self._num_opened = 0
         self._adapters = self._load_adapters(options.adapters)
         self.num_evictions = 0
@@ -186,7 +159,7 @@ class VllmEngine:
 
     @property
     def num_free_requests(self) -> int:
-        """Requests that may be opened beside those that exist."""
+        """Requests that may be opened in addition to those that exist."""
         return int(self._scheduler.max_num_running_reqs) - len(self._scheduler.requests)
 
     def needed_blocks(self, num_tokens: int) -> int:
@@ -222,8 +195,8 @@ class VllmEngine:
         """
         self._num_opened += 1
         request_id = f"{name}#{self._num_opened}"
-        made = self._request(request_id, name, token_ids, spec, salt, num_prompt_logprobs, is_kept)
-        self.core.add_request(*made)
+        request = self._request(request_id, name, token_ids, spec, salt, num_prompt_logprobs, is_kept)
+        self.core.add_request(*request)
         return request_id
 
     def _request(
@@ -291,9 +264,9 @@ class VllmEngine:
         request, _ = self._request("", "", [*token_ids, 0], spec, salt)
         dropped = set[int]()
         # Requests that computed the same tokens at the same time have equal blocks; a look-up finds one.
-        while found := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
-            manager.evict_blocks(found)
-            dropped |= found
+        while blocks := set(chain(*manager.get_computed_blocks(request)[0].get_block_ids())) - dropped:
+            manager.evict_blocks(blocks)
+            dropped |= blocks
 
     def load_head(self, directory: str) -> None:
         """Let another version of the head draft from here on; requests keep what was cached.
@@ -311,11 +284,7 @@ class VllmEngine:
             raise EngineLostError("vLLM does not release its KV cache after a step that failed")
 
     def step(self, begin_masks: BeginMasks) -> StepResult:
-        """Run one step for the requests that are posted or have a prompt to compute.
-
-        Args:
-            begin_masks: Called with the posted blocks before their forward, see `services.vllm.messages`.
-        """
+        """Run a step for posted requests and prompts; `begin_masks` is called before their forward."""
         self.check()
         self._scheduler.begin_masks = begin_masks
         self._scheduler.num_scheduled, self._scheduler.states = {}, {}
@@ -325,7 +294,7 @@ class VllmEngine:
             self.check()  # an executor that failed is the cause
             raise
         num_cached, scores = dict[str, int](), dict[str, Any]()
-        for output in (one for each in outputs.values() for one in each.outputs):
+        for output in chain.from_iterable(each.outputs for each in outputs.values()):
             if output.prefill_stats is not None:
                 num_cached[output.request_id] = int(output.prefill_stats.num_cached_tokens)
             if output.new_prompt_logprobs_tensors is not None:
@@ -419,16 +388,16 @@ def _configuration(options: EngineOptions) -> Any:
         "async_scheduling": False,  # the sampler's outcomes are needed before the next step
     }
     if options.is_draft:
-        arguments["scheduler_cls"] = "services.vllm.held_scheduler.DraftingScheduler"
+        arguments["scheduler_cls"] = "services.vllm.block_scheduler.DraftingScheduler"
         arguments["worker_cls"] = "services.vllm.worker.DraftingWorker"
         if device == "cpu":
             arguments["block_size"] = CPU_DRAFT_BLOCK
     else:
-        arguments["scheduler_cls"] = "services.vllm.held_scheduler.HeldScheduler"
+        arguments["scheduler_cls"] = "services.vllm.block_scheduler.BlockScheduler"
         arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
         arguments["speculative_config"] = {
             "method": "custom_class",
-            "model": "services.vllm.held_scheduler.NoProposer",
+            "model": "services.vllm.block_scheduler.NoProposer",
             "num_speculative_tokens": options.max_proposal,
         }
     if options.head:
@@ -436,11 +405,11 @@ def _configuration(options: EngineOptions) -> Any:
     if options.adapters:
         rows = 1 + arguments["speculative_config"]["num_speculative_tokens"]
         arguments |= {
-            # vLLM wants buffers for a proposal of every request at once; a step takes no more than before.
+            # vLLM requires buffers for a proposal of every request at once; a step takes no more than before.
             "max_num_batched_tokens": max(options.max_batch_tokens, MAX_REQUESTS * rows),
             "max_num_scheduled_tokens": options.max_batch_tokens,
             "enable_lora": True,
-            # Of each held session the next block may come at any time: all have a place. vLLM's CPU kernels
+            # The next block of any session may come at any time: each adapter has a place. vLLM's CPU kernels
             # take the last place for a request without an adapter, which therefore stays empty.
             "max_loras": len(options.adapters) + (device == "cpu"),
             "max_lora_rank": max_rank(options.adapters),
@@ -461,33 +430,26 @@ def _device() -> str:
     """Return the device of the installed vLLM, which is built for one."""
     from vllm.platforms import current_platform
 
-    found = "cpu" if current_platform.is_cpu() else "cuda"
     if current_platform.device_type not in ("cpu", "cuda"):
         raise InvalidArgumentError("engine", "vllm", "a GPU, or vLLM's CPU build: vLLM found no device")
-    return found
+    return "cpu" if current_platform.is_cpu() else "cuda"
 
 
 def _start_error(options: EngineOptions, error: Exception) -> InvalidArgumentError:
     """Return the typed error for what vLLM raised at start, with the first sentence of its message."""
     text = " ".join(str(error).split())
     lowered = text.lower()
-    said = _PREFIX.sub("", re.split(r"(?<=[a-z)])[.;] | \[type=", text, maxsplit=1)[0])[:MAX_SAID]
+    message = _PREFIX.sub("", re.split(r"(?<=[a-z)])[.;] | \[type=", text, maxsplit=1)[0])[:MAX_MESSAGE]
     if "memory" in lowered and any(words in lowered for words in _OF_MEMORY):
         field = "cache_budget_mb" if options.cache_budget_bytes is not None else "cache_memory_share"
         got = options.memory_share if options.cache_budget_bytes is None else options.cache_budget_bytes >> 20
-        return InvalidArgumentError(
-            field, got, f"enough for one session: {said.replace('GPU memory', 'memory')}"
-        )
+        allowed = f"enough for one session: {message.replace('GPU memory', 'memory')}"
+        return InvalidArgumentError(field, got, allowed)
     if "tensor parallel size" in lowered:
-        return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {said}")
+        return InvalidArgumentError("tensor_parallel", options.tensor_parallel, f"a divisor: {message}")
     loads = f"that vLLM {SUPPORTED_VLLM} loads"
-    said = f"{type(error).__name__}: {said}"
+    message = f"{type(error).__name__}: {message}"
     if options.head:
-        allowed = f"a drafter {loads} with the model {options.model}: {said}"
+        allowed = f"a drafter {loads} with the model {options.model}: {message}"
         return InvalidArgumentError("head", options.head, allowed)
-    return InvalidArgumentError("model", options.model, f"a model {loads}: {said}")
-
-
-def _cache_bytes(scheduler: Any) -> int:
-    tensors = scheduler.kv_cache_config.kv_cache_tensors
-    return sum(int(tensor.size) for tensor in tensors)
+    return InvalidArgumentError("model", options.model, f"a model {loads}: {message}")

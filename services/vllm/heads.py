@@ -2,7 +2,7 @@
 
 vLLM drafts with the argmax of a head's logits. Under coupled verification the target's token is the argmax of
 its log-probabilities plus noise that is known here, and so is the draft's with `CoupledDrafts`. Drafts are
-held until a block asks for them.
+kept until a block asks for them.
 """
 
 from __future__ import annotations
@@ -101,13 +101,9 @@ class CoupledDrafts:
         self._sampler.note_states(kwargs)
         if hasattr(self._drafter, "_greedy_sample"):
             return self._propose(*args, **kwargs)
-        return self._draft_medusa(kwargs["target_hidden_states"])
-
-    def _draft_medusa(self, hidden_states: Tensor) -> Tensor:
-        heads = self._drafter.model.compute_logits(self._drafter.model(hidden_states))
-        return torch.stack(
-            [self._sampler.draft(logits, depth, 1) for depth, logits in enumerate(heads)], dim=1
-        )
+        states = self._drafter.model(kwargs["target_hidden_states"])
+        heads = self._drafter.model.compute_logits(states)  # Medusa's
+        return torch.stack([self._sampler.draft(logits, at, 1) for at, logits in enumerate(heads)], dim=1)
 
     def _sample(self, hidden_states: Tensor) -> Tensor:
         logits = self._drafter.model.compute_logits(hidden_states)
@@ -119,11 +115,8 @@ class CoupledDrafts:
 
 
 def _leave_adapters_out(model: nn.Module) -> None:
-    """Let a drafter read the target's embedding and output matrix without adapters.
-
-    vLLM's layers with adapters have one adapter per row of the target's step, and the drafter's passes have
-    other rows.
-    """
+    """Let a drafter read the target's embedding and output matrix without adapters."""
+    # vLLM's layers with adapters have one per row of the target's step; the drafter's passes have other rows.
     for module in model.modules():
         for name, layer in list(module.named_children()):
             if hasattr(layer, "base_layer"):
@@ -155,12 +148,12 @@ def _stored(name: str) -> dict[str, Any]:
     path = Path(name) / "config.json"
     if not path.is_file():
         try:
-            found = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
+            cached = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
         except HFValidationError:
-            found = None
-        if not isinstance(found, str):
+            cached = None
+        if not isinstance(cached, str):
             raise InvalidArgumentError("head", name, "a directory or a model of the hub's cache, or mtp")
-        path = Path(found)
+        path = Path(cached)
     try:
         stored = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -63,8 +63,8 @@ def _head(name: str, target: str) -> str:
         return name
     head = resolve_model(name, "draft", "head")
     check_drafter(head, target)
-    own, theirs = vocab_sha256(head), vocab_sha256(target)
-    if own and theirs and own != theirs:
+    digests = {vocab_sha256(head), vocab_sha256(target)} - {""}
+    if len(digests) == 2:
         raise InvalidArgumentError("head", name, f"a drafter with the vocabulary of {target}")
     return head
 
@@ -104,9 +104,9 @@ def check_draft(path: str, target: str, settings: DraftSettings) -> None:
         raise InvalidArgumentError("model", path, _ALLOWED_MODEL)
     if not target:
         return
-    digest, own = vocab_sha256(target), vocab_sha256(path)
+    digest = vocab_sha256(target)
     # Without a tokenizer of its own, a draft has the target's.
-    has_tokens = bool(digest) and own in ("", digest)
+    has_tokens = bool(digest) and vocab_sha256(path) in ("", digest)
     if not has_tokens or target_size(target) not in (0, target_size(path)):
         raise InvalidArgumentError("model", path, f"one of {target}'s vocabulary with vLLM as the engine")
 

@@ -21,31 +21,20 @@ SESSION, SPEC, IS_KEPT = "session", "spec", "is_kept"
 
 @dataclass(frozen=True, slots=True)
 class PostedBlock:
-    """A block whose rows the step computes.
+    """A block whose rows the step computes; with `known_token_id` nothing is verified."""
 
-    Args:
-        proposal: What is verified: a chain.
-        base_position: Number of committed tokens, the absolute position that row 0 decides.
-        num_top_logprobs: Alternatives per emitted token; None: no log-probabilities.
-        draft_depth: Tokens that vLLM's own drafter proposes after the step, for the next block.
-        known_token_id: The token at `base_position`, which is committed already: nothing is verified. None:
-            the rows decide it.
-    """
-
-    proposal: Proposal
-    base_position: int
-    num_top_logprobs: int | None = None
-    draft_depth: int = 0
-    known_token_id: int | None = None
+    proposal: Proposal  # what is verified: a chain
+    base_position: int  # number of committed tokens, the absolute position that row 0 decides
+    num_top_logprobs: int | None = None  # alternatives per emitted token; None: no log-probabilities
+    draft_depth: int = 0  # tokens that vLLM's own drafter proposes after the step, for the next block
+    known_token_id: int | None = None  # committed already at `base_position`; None: the rows decide it
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The masks of grammars, computed beside the forward; vLLM passes them where its own would be.
+    """The masks of grammars, computed during the forward; vLLM passes them in place of its own.
 
-    Args:
-        by_request: Of each request with a grammar, as of `GrammarState.masks`, or why there are none; None:
-            they are late, and the request's block gets no verdict.
+    They are as of `GrammarState.masks`, or why there are none; None: late, and the block gets no verdict.
     """
 
     by_request: dict[str, Sequence[bytes | None] | GammarayError | None] = field(default_factory=dict)
@@ -53,17 +42,11 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """What a draft model draws the tokens of a proposal by.
+    """What a draft model draws the tokens of a proposal by."""
 
-    Args:
-        base_position: Number of committed tokens, which keys the draft's own draws.
-        top_k: Rejection, block: largest support of a shipped distribution.
-        weight_bits: Its weights' sum is 2^weight_bits.
-    """
-
-    base_position: int
-    top_k: int
-    weight_bits: int
+    base_position: int  # number of committed tokens, which keys the draft's own draws
+    top_k: int  # rejection, block: largest support of a shipped distribution
+    weight_bits: int  # its weights' sum is 2^weight_bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gammaray.types import SamplingParams
 from services.engine.sampling.noise import INDEPENDENT, SHARED, Noise, philox4x32
 from services.scheduling.sessions import MIN_WITH_NOISE, NOISE_BYTES, NOISE_BYTES_PER_ID
 from services.scheduling.tasks import SessionSpec
 
 _WORD = 0xFFFFFFFF
+_Compute = Callable[[Sequence[tuple[int, int, int]], int], Tensor]
 
 
 class NoiseRows(NamedTuple):
@@ -32,11 +34,7 @@ class NoiseRows(NamedTuple):
 
 
 class NoiseSource:
-    """Gives the noise of sessions on a device.
-
-    Args:
-        is_computed: Whether rows are computed without a cache; None: on GPUs, where they are cheaper so.
-    """
+    """Gives the noise of sessions; `is_computed`: without a cache, None: on GPUs, where that is cheaper."""
 
     def __init__(self, vocab_size: int, device: torch.device, is_computed: bool | None = None) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -66,7 +64,7 @@ class NoiseSource:
             if self._compute is None:
                 noise = Noise(params.seed, params.sample_index, self._vocab_size, device=self._device)
             else:
-                noise = _ComputedNoise(params.seed, params.sample_index, self._vocab_size, self._compute_rows)
+                noise = _ComputedNoise(params, self._vocab_size, self._compute_rows)
         self._noises[session_id] = noise
         if len(self._noises) > self._most:
             self._noises.popitem(last=False)
@@ -87,23 +85,16 @@ class NoiseSource:
     def _compute_rows(self, counters: Sequence[tuple[int, int, int]], stream: int) -> Tensor:
         """Return the rows of (seed, position, sample index)."""
         assert self._compute is not None
-        words = [
-            (seed & _WORD, seed >> 32, position & _WORD, index, stream) for seed, position, index in counters
-        ]
+        words = [(seed & _WORD, seed >> 32, at & _WORD, index, stream) for seed, at, index in counters]
         return self._compute(torch.tensor(words, dtype=torch.int64).to(self._device), self._groups)
 
 
 class _ComputedNoise(Noise):
     """A session's noise whose rows are computed whenever they are asked for."""
 
-    def __init__(
-        self,
-        seed: int,
-        sample_index: int,
-        vocab_size: int,
-        compute: Callable[[Sequence[tuple[int, int, int]], int], Tensor],
-    ) -> None:
-        super().__init__(seed, sample_index, vocab_size)
+    def __init__(self, params: SamplingParams, vocab_size: int, compute: _Compute) -> None:
+        assert params.seed is not None
+        super().__init__(params.seed, params.sample_index, vocab_size)
         self._compute = compute
 
     def gumbel(self, start: int, count: int) -> Tensor:
@@ -121,7 +112,7 @@ class _ComputedNoise(Noise):
 
 
 def _gumbel(words: Tensor, groups: Tensor, *, vocab_size: int) -> Tensor:
-    """Return -log E for rows whose key and counter are given, [rows, vocab_size] float64, as `Noise.gumbel`.
+    """Return -log E, [rows, vocab_size] float64, as `Noise.gumbel`.
 
     Args:
         words: [rows, 5] int64: low and high word of the seed, position, sample index, stream.

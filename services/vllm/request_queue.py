@@ -66,7 +66,6 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
         """End the requests of a session without a block."""
 
     def check(self) -> None:
-        """Raise EngineLostError when vLLM's engine has failed; any thread may call it."""
         self.engine.check()
 
     def stats(self) -> CacheStats:
@@ -115,7 +114,6 @@ class RequestQueue(BlockQueue[TaskT, RequestWorkT]):
             return None
 
     def _run(self) -> StepResult | None:
-        """Run a step and take what it computed; None when it failed."""
         began = time.perf_counter()
         result = self._step_engine()
         if result is not None:

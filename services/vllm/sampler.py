@@ -40,11 +40,11 @@ UNUSED_TOKEN = 0
 """Emitted for a block without a verdict: vLLM needs a token, and its request ends with the step."""
 
 
-class GivenMasks:
-    """Stands for a `GrammarState` whose masks were computed elsewhere."""
+class PreparedMasks:
+    """Stands for a `GrammarState` whose masks were computed elsewhere, `by_path` of the proposal."""
 
     def __init__(self) -> None:
-        self.given: Sequence[bytes | None] = ()
+        self.by_path: Sequence[bytes | None] = ()
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Ignore the tokens: the masks are those after them."""
@@ -53,16 +53,12 @@ class GivenMasks:
         """Ignore the length: the masks are those at it."""
 
     def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
-        """Return the masks that were given for these paths, the first ones of those of the proposal."""
-        return list(self.given[: len(paths)])
+        """Return the masks of these paths, the first ones of those of the proposal."""
+        return list(self.by_path[: len(paths)])
 
 
 class RequestState:
-    """What a sampler keeps of a request: its session's spec, and the edits of its logits.
-
-    Args:
-        params: By which its logits are processed; None: they are not.
-    """
+    """A request's session and the edits of its logits, which are processed by `params` if there are any."""
 
     def __init__(
         self,
@@ -73,12 +69,11 @@ class RequestState:
         device: torch.device,
     ) -> None:
         self.session_id, self.spec, self.params = session_id, spec, params
-        self.masks, self.edits = GivenMasks(), None
+        self.masks, self.edits = PreparedMasks(), None
         if params is not None and LogitEdits.needed(params):
             grammar: Any = self.masks if params.grammar else None
-            self.edits = LogitEdits(
-                params, spec.eos_token_ids, spec.prompt_length, vocab_size, device, grammar
-            )
+            eos, num_prompt = spec.eos_token_ids, spec.prompt_length
+            self.edits = LogitEdits(params, eos, num_prompt, vocab_size, device, grammar)
 
     @property
     def is_drawn(self) -> bool:
@@ -88,11 +83,7 @@ class RequestState:
 
 
 class StepSampler:
-    """What both samplers keep between steps; the batch of vLLM's runner says which rows are whose.
-
-    Attributes:
-        states: What a head that learns read in the step of the requests that are learnt from.
-    """
+    """What both samplers keep between steps; `states` are what a head that learns has read in the step."""
 
     def __init__(self, runner: Any, vocab_size: int) -> None:
         self._runner, self._vocab_size = runner, vocab_size
@@ -135,13 +126,13 @@ class StepSampler:
 
     def _state(self, request_id: str) -> RequestState:
         """Return what is kept of a request; raises InvalidArgumentError if its masks leave no token."""
-        found = self._states.get(request_id)
-        if found is None:
-            given = self._runner.requests[request_id].sampling_params.extra_args
-            spec, device = given[SPEC], self._runner.device
-            found = RequestState(given[SESSION], spec, self._params(spec), self._vocab_size, device)
-            self._states[request_id] = found
-        return found
+        state = self._states.get(request_id)
+        if state is None:
+            arguments = self._runner.requests[request_id].sampling_params.extra_args
+            spec, device = arguments[SPEC], self._runner.device
+            state = RequestState(arguments[SESSION], spec, self._params(spec), self._vocab_size, device)
+            self._states[request_id] = state
+        return state
 
     def _edits(self, request_id: str, at: int, length: int) -> LogitEdits | GammarayError | None:
         """Return the edits of a request's logits after `length` tokens; None: its masks are late."""
@@ -151,7 +142,7 @@ class StepSampler:
         masks = self._masks.by_request.get(request_id, ())
         if masks is None or isinstance(masks, GammarayError):
             return masks
-        state.masks.given = masks
+        state.masks.by_path = masks
         return state.edits
 
 
@@ -237,10 +228,12 @@ class BlockSampler(StepSampler):
                 continue
             request_id, position = emitted
             session = self._states.get(request_id)
-            if session is None or not shares_noise(session.spec):
+            if session is None or session.spec.method is not VerificationMethod.COUPLED:
                 continue
-            noise = NoiseRows(session.session_id, session.spec, position + depth, per_request)
-            alike.setdefault(filter_key(session.spec.params), []).append((at, noise))
+            params = session.spec.params
+            if params.temperature > 0:
+                noise = NoiseRows(session.session_id, session.spec, position + depth, per_request)
+                alike.setdefault(filter_key(params), []).append((at, noise))
         for group in alike.values():
             rows = [at * per_request + row for at, _ in group for row in range(per_request)]
             scores = processed_log_probs(logits[rows], group[0][1].spec.params)
@@ -297,13 +290,13 @@ class BlockSampler(StepSampler):
             scores = logits.float()
         tokens, start, served = best_tokens(scores), 0, []
         for rows in group:
-            own = tokens[start : start + len(rows.logits)]
-            start += len(rows.logits)
+            end = start + len(rows.logits)
             try:
-                outcome: Verdict | GammarayError = walk(own, rows.proposal)
+                outcome: Verdict | GammarayError = walk(tokens[start:end], rows.proposal)
             except GammarayError as error:
                 outcome = error
             served.append(self._finish(rows, outcome))
+            start = end
         return served
 
     def _judge(self, rows: _Rows) -> Verdict | GammarayError | None:
@@ -313,9 +306,9 @@ class BlockSampler(StepSampler):
         noise = self._noise.of(session.session_id, spec) if spec.params.temperature > 0 else None
         try:
             if edits is not None:
-                found = self._edits(rows.request_id, rows.at, base)
-                if not isinstance(found, LogitEdits):
-                    return found
+                prepared = self._edits(rows.request_id, rows.at, base)
+                if not isinstance(prepared, LogitEdits):
+                    return prepared
             return judge(spec, rows.proposal, rows.logits, base, noise, edits)
         except GammarayError as error:
             return error
@@ -349,12 +342,7 @@ def gather_logprobs(log_probs: Tensor, num_top: int, token_ids: Tensor) -> Any:
     """
     from vllm.v1.outputs import LogprobsTensors
 
-    own, top = log_probs.gather(1, token_ids[:, None]), log_probs.topk(num_top)
+    scores, top = log_probs.gather(1, token_ids[:, None]), log_probs.topk(num_top)
     indices = torch.cat((token_ids[:, None], top.indices), dim=1)
-    ranks = (log_probs > own).sum(-1) + 1
-    return LogprobsTensors(indices.to(torch.int32), torch.cat((own, top.values), dim=1), ranks)
-
-
-def shares_noise(spec: SessionSpec) -> bool:
-    """Whether the target's tokens are drawn with noise that drafts may share."""
-    return spec.method is VerificationMethod.COUPLED and spec.params.temperature > 0
+    ranks = (log_probs > scores).sum(-1) + 1
+    return LogprobsTensors(indices.to(torch.int32), torch.cat((scores, top.values), dim=1), ranks)

@@ -1,6 +1,6 @@
 """Serves the blocks of a target worker with vLLM.
 
-A session is one request of vLLM, held between its blocks. Where a request is missing or has other tokens, a
+A session is one request of vLLM, paused between its blocks. Where a request is missing or has other tokens, a
 new one reads the committed tokens, with what the prefix cache has of them. A request that is read anew for a
 block with a proposal takes a step more: vLLM verifies no draft tokens in the step that ends a prompt, so that
 the prompt is all but the last committed token, and that step gives the last one, which is known.
@@ -34,51 +34,32 @@ from services.vllm.request_queue import RequestQueue, RequestWork, salt_of
 
 
 class _Request(NamedTuple):
-    """The request of a session.
+    """The request of a session."""
 
-    Args:
-        spec: The session's parameters, which the sampler got with the request.
-        depth: Tokens that vLLM's drafter proposes after its step.
-        drafts: What it proposed after the last one.
-        version: Number of the head's version that did.
-    """
-
-    request_id: str
-    spec: SessionSpec
-    depth: int = 0
-    drafts: Sequence[int] = ()
-    version: int = 0
+    request_id: str  # its id in vLLM
+    spec: SessionSpec  # the session's parameters, which the sampler got with the request
+    depth: int = 0  # tokens that vLLM's drafter proposes after its step
+    drafts: Sequence[int] = ()  # what it proposed after the last one
+    version: int = 0  # number of the head's version that did
 
 
 @dataclass(slots=True, eq=False)
 class _Verifying(RequestWork[VerifyTask]):
-    """A verification that vLLM computes.
+    """A verification that vLLM computes."""
 
-    Args:
-        depth: Tokens that vLLM's drafter proposes after its step.
-        follows: The block that is posted once the request has read the prompt; None: it is posted already.
-        num_needed: KV blocks of the request when the block has been verified.
-        masks: The masks of its rows, once they are there.
-    """
-
-    depth: int = 0
-    follows: PostedBlock | None = None
-    num_needed: int = 0
-    masks: Sequence[bytes | None] = ()
+    depth: int = 0  # tokens that vLLM's drafter proposes after its step
+    follows: PostedBlock | None = None  # posted once the request has read the prompt; None: posted already
+    num_needed: int = 0  # KV blocks of the request when the block has been verified
+    masks: Sequence[bytes | None] = ()  # those of its rows, once they are there
 
     @property
     def block(self) -> PostedBlock:
-        """What is posted for it."""
         task = self.task
         return PostedBlock(task.proposal, task.base_position, task.num_top_logprobs, self.depth)
 
 
 class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
-    """Verifies blocks with vLLM.
-
-    Args:
-        head: The versions of the engine's head.
-    """
+    """Verifies blocks with vLLM; `head` are the versions of the engine's head."""
 
     role: ClassVar[str] = "target"
 
@@ -102,7 +83,6 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             self.engine.recover()
 
     def close(self) -> None:
-        """End vLLM's engine, what trains, and the threads of the masks."""
         self._masks.close()
         self._head.close()
         self.engine.shutdown()
@@ -110,7 +90,9 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     def step(self) -> list[tuple[VerifyTask, Reply]]:
         self._drop_dead()
         self._admit()
-        self._post_masked()
+        for work in self._running.values():  # no step waited for its masks
+            if not work.request_id and not work.session.is_masking:
+                self._post(work)
         if self._by_request:
             self._make_room()
             self._head.take_turns(time.monotonic())
@@ -143,12 +125,6 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         if not session.is_masking:
             self._post(work)
         return work
-
-    def _post_masked(self) -> None:
-        """Post the blocks that no step waited for and whose masks are there."""
-        for work in self._running.values():
-            if not work.request_id and not work.session.is_masking:
-                self._post(work)
 
     def _post(self, work: _Verifying) -> None:
         """Let a block run, in the request of its session or in a new one."""
@@ -218,7 +194,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     def _make_room(self) -> None:
         """Close the least recently used idle requests while the blocks of this step lack slots or memory.
 
-        vLLM never takes memory from a request that it holds for one that waits.
+        vLLM never takes memory from a paused request for one that waits.
         """
         count = self.engine.num_blocks
         lacking = sum(max(0, work.num_needed - count(name)) for name, work in self._by_request.items())
@@ -286,8 +262,8 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             self.engine.num_evictions += 1
             if work is None:
                 self.requests = {s: r for s, r in self.requests.items() if r.request_id != request_id}
-                continue
-            self._post(work)
+            else:
+                self._post(work)
 
     def _unblock(self) -> None:
         """Free memory after a step in which nothing fitted: idle sessions, else fail the newest block."""
@@ -295,10 +271,8 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         for session_id in idle:
             self._evict(session_id)
         posted = [work for work in self._running.values() if work.request_id]
-        if idle or not posted:
-            return
-        work = posted[-1]
-        self._finish(work, self._too_small(), None)
+        if posted and not idle:
+            self._finish(posted[-1], self._too_small(), None)
 
     def _begin_masks(self, posted: dict[str, PostedBlock]) -> Callable[[], Masks] | None:
         works = [self._by_request[name] for name, block in posted.items() if block.known_token_id is None]

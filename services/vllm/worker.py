@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from gammaray.program.parents import end_with_parent
+from services.vllm.block_scheduler import NoProposer
 from services.vllm.draft_sampler import DraftSampler
 from services.vllm.heads import CoupledDrafts, replace_weights
-from services.vllm.held_scheduler import NoProposer
 from services.vllm.messages import Masks
 from services.vllm.sampler import BlockSampler, gather_logprobs
 
@@ -32,7 +32,11 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _die_with_parent()
+        if (parent := multiprocessing.parent_process()) is not None:
+            # vLLM asks its ranks to end through a pipe, which one that waits for another rank does not read.
+            end_with_parent(signal.SIGKILL)
+            if not parent.is_alive():
+                os._exit(1)
         super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -52,10 +56,7 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         return sampler
 
     def _score_prompts(self, score: Callable[..., dict[str, Any]], *step: Any) -> dict[str, Any]:
-        """Score the prompts of a step, each with its request's adapter.
-
-        vLLM's output matrix has one adapter per row that is sampled from; a prompt has other rows.
-        """
+        """Score each prompt with its request's adapter: vLLM has one adapter per row that is sampled from."""
         runner, asked, scores = self.model_runner, self.model_runner.num_prompt_logprobs, dict[str, Any]()
         batch, compute = runner.input_batch, runner.model.compute_logits
         for request_id in list(asked):
@@ -78,7 +79,6 @@ class SamplingWorker(PlatformWorker):  # type: ignore[misc]  # vLLM's classes ar
         return scores
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run the forward of a step."""
         self.sampler.begin(getattr(scheduler_output, "posted", {}), getattr(scheduler_output, "ended", ()))
         # A step that failed between the forward and the sampling has left it.
         self.model_runner.execute_model_state = None
@@ -101,16 +101,3 @@ class DraftingWorker(SamplingWorker):
 
     def _make_sampler(self, runner: Any, vocab_size: int) -> DraftSampler:
         return DraftSampler(runner, vocab_size)
-
-
-def _die_with_parent() -> None:
-    """In a process of its own, request SIGKILL when the engine's process ends, even by SIGKILL.
-
-    vLLM asks its ranks to end through a pipe, which one that waits for another rank does not read.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    end_with_parent(signal.SIGKILL)
-    if not parent.is_alive():
-        os._exit(1)

@@ -46,11 +46,11 @@ class ContextTranslation:
         segments, changed_from = self._segments, min(changed_from, self._num_read)
         while len(segments) > 1 and segments[-1][0] >= changed_from:
             segments.pop()
-        start, kept = segments[-1]
-        del self.tokens[kept:]
+        start, num_unchanged = segments[-1]
+        del self.tokens[num_unchanged:]
         self._translate(token_ids, start)
         self._num_read = len(token_ids)
-        return kept
+        return num_unchanged
 
     def _translate(self, token_ids: Sequence[int], start: int) -> None:
         spellings, text = self._target.spellings, b""
@@ -75,7 +75,6 @@ class ContextTranslation:
 
 
 def _ends_before(text: bytes, spelling: bytes) -> bool:
-    """Whether a segment with this text ends before a token."""
     if len(text) >= MAX_SEGMENT:
         return True
     return len(text) >= MIN_SEGMENT and spelling[:1].isspace() and not text[-1:].isspace()

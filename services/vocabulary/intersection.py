@@ -58,14 +58,12 @@ class Intersection:
         self.duplicates: list[list[tuple[int, int]]] = []
         seen: dict[int, int] = {}
         for target_id, draft_id in others:
-            if target_id not in index_of:
-                continue
-            index = index_of[target_id]
-            number = seen.get(index, 0)
-            seen[index] = number + 1
-            if number == len(self.duplicates):
-                self.duplicates.append([])
-            self.duplicates[number].append((index, draft_id))
+            if (index := index_of.get(target_id)) is not None:
+                number = seen.get(index, 0)
+                seen[index] = number + 1
+                if number == len(self.duplicates):
+                    self.duplicates.append([])
+                self.duplicates[number].append((index, draft_id))
 
 
 class SharedTokens:

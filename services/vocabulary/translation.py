@@ -37,10 +37,9 @@ def load_translation(draft: str, draft_size: int, target: str) -> Translation:
         draft_size: Number of logits of the draft model.
         target: Directory or hub name of the target; a directory may have its tokenizer only.
     """
-    target_vocabulary = load_vocabulary(target, "target")
-    draft_vocabulary = load_vocabulary(draft, "model")
-    size = target_size(target) or len(target_vocabulary)
-    return Translation(draft_vocabulary, target_vocabulary, draft_size, size)
+    vocabulary = load_vocabulary(target, "target")
+    size = target_size(target) or len(vocabulary)
+    return Translation(load_vocabulary(draft, "model"), vocabulary, draft_size, size)
 
 
 def load_vocabulary(model: str, field: str) -> Vocabulary:

@@ -22,6 +22,7 @@ class SequenceInput:
     """One session's share of a step.
 
     Attributes:
+        session_id: The session.
         start: Absolute position of `token_ids[0]`; cached entries from `start` on are dropped first.
         token_ids: Committed tokens that are not cached yet, then the proposal's nodes. At least one.
         num_logits: Logits are returned for the last `num_logits` tokens; 0 for pure prefill.
@@ -44,25 +45,16 @@ class SequenceInput:
 
 @dataclass(slots=True)
 class Segment:
-    """A feed, laid out for the forward.
+    """A feed, laid out for the forward."""
 
-    Attributes:
-        cache: The session's cache, with room for the new slots.
-        row: First row in the pack.
-        start: How many tokens of the chain are kept.
-        parents: Parents of the last nodes, as in SequenceInput; None for a chain.
-        positions: Absolute position of each row.
-        num_kept: Nodes kept in the slots after the chain; the new slots follow them.
-    """
-
-    cache: SessionCache
-    row: int
-    count: int
-    start: int
-    parents: Sequence[int] | None
-    positions: Sequence[int]
-    num_kept: int = 0
-    features: Tensor | None = None
+    cache: SessionCache  # the session's cache, with room for the new slots
+    row: int  # first row in the pack
+    count: int  # how many rows there are
+    start: int  # how many tokens of the chain are kept
+    parents: Sequence[int] | None  # parents of the last nodes, as in SequenceInput; None for a chain
+    positions: Sequence[int]  # absolute position of each row
+    num_kept: int = 0  # nodes kept in the slots after the chain; the new slots follow them
+    features: Tensor | None = None  # as in SequenceInput
 
     @property
     def slot(self) -> int:
@@ -72,38 +64,26 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Hidden states that a forward records, see `Engine.tap`.
+    """Hidden states that a forward records, see `Engine.tap`."""
 
-    Attributes:
-        layers: Ids of the layers; the model's depth for what enters its final norm.
-        states: [rows, len(layers), hidden_size], where the runner writes them.
-    """
-
-    layers: tuple[int, ...]
-    states: Tensor
+    layers: tuple[int, ...]  # ids of the layers; the model's depth for what enters its final norm
+    states: Tensor  # [rows, len(layers), hidden_size], where the runner writes them
 
 
 @dataclass(slots=True)
 class Batch:
     """One forward over all feeds of a step.
 
-    Attributes:
-        segments: In the order of the feeds.
-        token_ids: All tokens, packed.
-        positions: Their absolute positions.
-        logit_rows: Rows whose logits are returned; None for all of them.
-        masks: Attention masks by (segment index, window), created on first use and shared by the layers.
-        taps: The hidden states to record; None for none.
-        idle_until: The compiled kernel runs at idle CPU priority until another thread sets this to a nonzero
-            value, and then restores its priority; None: at the usual priority. Other runners ignore it.
+    With `idle_until` the compiled kernel runs at idle CPU priority until another thread sets that to a
+    nonzero value, and then restores its priority. Other runners ignore it.
     """
 
-    segments: list[Segment]
-    token_ids: list[int]
-    positions: list[int]
-    logit_rows: list[int] | None
-    masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
-    taps: Taps | None = None
+    segments: list[Segment]  # in the order of the feeds
+    token_ids: list[int]  # all tokens, packed
+    positions: list[int]  # their absolute positions
+    logit_rows: list[int] | None  # rows whose logits are returned; None for all of them
+    masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)  # see `mask`
+    taps: Taps | None = None  # the hidden states to record; None for none
     idle_until: c_int32 | None = None
 
     @property
@@ -113,7 +93,7 @@ class Batch:
         return len(self.token_ids) - num_logits + 1
 
     def mask(self, index: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Return the segment's `allowed_slots`, None when every row sees every slot."""
+        """Return the segment's `allowed_slots`, which layers share; None when every row sees every slot."""
         key = (index, window)
         if key not in self.masks:
             mask = allowed_slots(self.segments[index], window)
@@ -146,14 +126,9 @@ class Runner(ABC):
         """Return the requested rows' logits [rows, vocab_size] in float32 and fill the new slots."""
 
     def chain(
-        self,
-        batch: Batch,
-        noise: Tensor | None,
-        scale: float,
-        stop: c_int32,
-        target_ids: Tensor | None = None,
+        self, batch: Batch, noise: Tensor | None, scale: float, stop: c_int32, target_ids: Tensor | None
     ) -> tuple[list[int], Tensor]:
-        """Feed a chain and the tokens that it leads to, see `Engine.chain`."""
+        """Feed a chain, see `Engine.chain`; `target_ids`: int32 tokens of a row's logits, None: in order."""
         raise NotImplementedError
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -223,7 +198,6 @@ def node_path(segment: Segment, node: int) -> tuple[int, list[int]]:
 
 
 def _slot_positions(segment: Segment) -> Tensor:
-    """Position of the token in each slot."""
     positions = torch.arange(segment.slot + segment.count)
     chain_length = segment.slot - segment.num_kept
     for node in range(segment.num_kept):
@@ -266,12 +240,7 @@ def plan_batch(feeds: Sequence[SequenceInput], store: CacheStore, vocab_size: in
 
 
 def check_feed(feed: SequenceInput, cache: SessionCache | None, vocab_size: int, max_context: int) -> None:
-    """Validate a feed against the model and the session's cache.
-
-    Raises:
-        ValueError: It is malformed.
-        CacheGapError: It starts past the session's cache.
-    """
+    """Raise ValueError for a malformed feed, CacheGapError for one that starts past the session's cache."""
     count = len(feed.token_ids)
     if count == 0:
         raise ValueError(f"token_ids: session {feed.session_id!r} feeds no token, allowed: at least one")
@@ -288,18 +257,18 @@ def check_feed(feed: SequenceInput, cache: SessionCache | None, vocab_size: int,
         last = max(feed_positions(feed, cache.tree_parents if cache is not None else ()))
     if last >= max_context:
         raise ValueError(f"token_ids: reach position {last}, allowed: [0, {max_context})")
-    held = 0 if cache is None else len(cache.tokens)
-    if feed.start > held:
-        raise CacheGapError(feed.session_id, held)
+    num_cached = 0 if cache is None else len(cache.tokens)
+    if feed.start > num_cached:
+        raise CacheGapError(feed.session_id, num_cached)
 
 
 def _check_tree(feed: SequenceInput, cache: SessionCache | None) -> None:
     count, parents, num_kept = len(feed.token_ids), feed.parents or (), feed.num_kept
     if len(parents) > count:
         raise ValueError(f"parents: got {len(parents)} nodes, but only {count} tokens are fed")
-    held = 0 if cache is None else len(cache.tree_tokens)
-    if not 0 <= num_kept <= held:
-        raise ValueError(f"num_kept: got {num_kept}, allowed: [0, {held}]")
+    num_nodes = 0 if cache is None else len(cache.tree_tokens)
+    if not 0 <= num_kept <= num_nodes:
+        raise ValueError(f"num_kept: got {num_kept}, allowed: [0, {num_nodes}]")
     if num_kept and cache is not None and (len(parents) < count or feed.start != len(cache.tokens)):
         raise ValueError("num_kept: only nodes may be fed to a tree, after the whole chain")
     first = -(feed.start + count - len(parents))

@@ -30,19 +30,15 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 def check_unquantised(name: str, config: PretrainedConfig) -> None:
-    """Check that a checkpoint's weights are not quantised.
-
-    Raises:
-        UnsupportedModelError: They are; the error names the method.
-    """
-    given = getattr(config, "quantization_config", None)
-    if given is None:
-        given = getattr(config.get_text_config(), "quantization_config", None)
-    if given is None and (Path(name) / "hf_quant_config.json").is_file():
-        given = {"quant_method": "modelopt"}  # older ones have no other sign of it
-    if given is None:
+    """Raise UnsupportedModelError, which names the method, if a checkpoint's weights are quantised."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        stored = getattr(config.get_text_config(), "quantization_config", None)
+    if stored is None and (Path(name) / "hf_quant_config.json").is_file():
+        stored = {"quant_method": "modelopt"}  # older ones have no other sign of it
+    if stored is None:
         return
-    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    method = stored.get("quant_method") if isinstance(stored, Mapping) else None
     by = f" by {method}" if isinstance(method, str) else ""
     raise UnsupportedModelError(
         name,

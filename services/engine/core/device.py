@@ -30,25 +30,18 @@ def device_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until a CUDA device has done what was queued; on others it is done already.
-
-    Raises:
-        RuntimeError: Some of it failed.
-    """
+    """Wait until a CUDA device has done what was queued; RuntimeError if some of it failed."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def raise_if_lost(error: BaseException) -> None:
-    """Raise if an error, or one that caused it, leaves the device unusable for this process.
-
-    Raises:
-        EngineLostError: It does; its message has the first line of the device's error.
-    """
+    """Raise EngineLostError if an error or its cause leaves the device unusable for this process."""
     cause: BaseException | None = error
     while cause is not None:
         if _is_fault(cause):
-            raise EngineLostError(f"{type(cause).__name__}: {_first_line(cause)}") from error
+            first_line = (str(cause).strip().splitlines() or [""])[0]
+            raise EngineLostError(f"{type(cause).__name__}: {first_line}") from error
         cause = cause.__cause__
 
 
@@ -61,7 +54,3 @@ def _is_fault(error: BaseException) -> bool:
     dist_error = torch.distributed.DistError
     kinds = (dist_error, getattr(torch, "AcceleratorError", dist_error))  # torch 2.7 lacks the latter
     return isinstance(error, kinds) or any(part in text for part in _FAULTS)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

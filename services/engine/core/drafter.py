@@ -53,17 +53,11 @@ _EXTRA = ("d2t", "t2d", "pard_embedding")
 
 @dataclass(frozen=True)
 class DraftFormat:
-    """What a drafter has beyond an ordinary model; see the module.
+    """What a drafter has beyond an ordinary model; see the module."""
 
-    Attributes:
-        vocab_size: Number of logits of a proposal: the target's token ids.
-        mask_token: The mask's row of the input embedding, which may be `vocab_size`; None: no parallel draft.
-        target_ids: int64 [rows of the head]: the target's token of each row; None: row i is token i.
-    """
-
-    vocab_size: int
-    mask_token: int | None = None
-    target_ids: Tensor | None = None
+    vocab_size: int  # number of logits of a proposal: the target's token ids
+    mask_token: int | None = None  # the mask's row of the embedding, maybe `vocab_size`; None: not parallel
+    target_ids: Tensor | None = None  # int64 [rows of the head]: each row's token; None: row i is token i
 
     def with_all_tokens(self, logits: Tensor) -> Tensor:
         """Return logits [rows, vocab_size] from those of the head; `NOT_DRAFTED` for tokens it lacks."""
@@ -74,9 +68,7 @@ class DraftFormat:
         return spread
 
 
-def load_drafter(
-    name: str, target: str, *, device: str = "auto", dtype: str = "auto"
-) -> tuple[LoadedModel, DraftFormat]:
+def load_drafter(name: str, target: str, *, device: str, dtype: str) -> tuple[LoadedModel, DraftFormat]:
     """Load a drafter as an ordinary model, whose head may be smaller and its embedding larger.
 
     Args:
@@ -86,8 +78,8 @@ def load_drafter(
     Raises:
         NotFoundError: There is no such model.
         UnsupportedModelError: Its configuration rules it out, or its weights are damaged or incomplete.
-        InvalidArgumentError: Unknown device or dtype, or the drafter needs
-            weights of the target, which is not known, has none in safetensors, or does not match.
+        InvalidArgumentError: Unknown device or dtype, or the drafter needs weights of the target, which is
+            not known, has none in safetensors, or does not match.
     """
     if early_exit_layers(name, field="model") is not None:
         return _early_exit(name, target, device, dtype)
@@ -110,9 +102,8 @@ def load_drafter(
 def is_ordinary(name: str) -> bool:
     """Whether a directory or hub name is that of a causal model that needs nothing of a target."""
     config, folder = load_config(name), checkpoint_folder(name)
-    return getattr(config, "pard_token", None) is None and not (
-        folder is not None and _is_special(folder, config)
-    )
+    is_special = folder is not None and _is_special(folder, config)
+    return getattr(config, "pard_token", None) is None and not is_special
 
 
 def is_parallel(name: str) -> bool:
@@ -154,7 +145,6 @@ def _is_special(folder: Path, config: PretrainedConfig) -> bool:
 def _assembled(
     name: str, folder: Path, config: PretrainedConfig, target: str, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, DraftFormat]:
-    """Return the module of a drafter, with the target's embedding where it shares that."""
     described = skeleton(config)
     if described is None:
         raise UnsupportedModelError(name, "transformers has no causal model of its configuration")
@@ -163,12 +153,12 @@ def _assembled(
     weights = _stored(name, folder, described)
     d2t, _, mask = (weights.pop(key, None) for key in _EXTRA)
     target_ids = check_token_map(name, getattr(config, "draft_vocab_size", None), vocab_size, d2t)
-    own, head = input_names(described)[0], output_names(described)[0]
-    shape = expected.pop(own).shape
-    embedding = weights.pop(own, None)
+    input_name, head = input_names(described)[0], output_names(described)[0]
+    shape = expected.pop(input_name).shape
+    embedding = weights.pop(input_name, None)
     if embedding is None:
         embedding = target_tensor(name, target, "embedding")
-    check_weights(name, {own: torch.empty(shape, device="meta")}, {own: embedding})
+    check_weights(name, {input_name: torch.empty(shape, device="meta")}, {input_name: embedding})
     has_head = head in weights
     if target_ids is not None:
         expected[head] = torch.empty(len(target_ids), expected[head].shape[1], device="meta")
@@ -182,11 +172,8 @@ def _assembled(
     if mask is None:
         mask_token = _mask_token(name, config, vocab_size)
     else:
-        check_weights(
-            name,
-            {"pard_embedding": torch.empty(1, shape[1], device="meta")},
-            {"pard_embedding": mask},
-        )
+        mask_shape = torch.empty(1, shape[1], device="meta")
+        check_weights(name, {"pard_embedding": mask_shape}, {"pard_embedding": mask})
         embedding, mask_token = torch.cat([embedding.to(dtype), mask.to(dtype)]), vocab_size
     rows, output = embeddings(module)
     rows.weight, rows.num_embeddings = nn.Parameter(embedding.to(dtype)), len(embedding)
@@ -199,11 +186,10 @@ def _assembled(
 
 
 def _stored(name: str, folder: Path, module: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of a drafter by the names of its module."""
     names = stored_as(module, tensor_names(folder))
     if len(set(names.values())) < len(names):
         raise UnsupportedModelError(name, "its weights are stored in parts, which such drafters cannot be")
-    return {own: read_tensor(name, folder, key) for key, own in names.items()}
+    return {parameter: read_tensor(name, folder, key) for key, parameter in names.items()}
 
 
 def target_tensor(name: str, target: str, what: str) -> Tensor:
@@ -222,9 +208,9 @@ def target_tensor(name: str, target: str, what: str) -> Tensor:
     folder, module = checkpoint_folder(target), skeleton(load_config(target))
     if folder is None or module is None:
         raise InvalidArgumentError("target", target, allowed)
-    own_names = {"embedding": input_names, "output matrix": output_names}
-    stored = {own: key for key, own in stored_as(module, tensor_names(folder)).items()}
-    for own in own_names[what](module):
-        if own in stored:
-            return read_tensor(target, folder, stored[own])
+    names_of = {"embedding": input_names, "output matrix": output_names}
+    stored = {parameter: key for key, parameter in stored_as(module, tensor_names(folder)).items()}
+    for parameter in names_of[what](module):
+        if parameter in stored:
+            return read_tensor(target, folder, stored[parameter])
     raise InvalidArgumentError("target", target, allowed)

@@ -9,12 +9,7 @@ _MOST_RENDERED = 120
 
 
 class UnsupportedModelError(FailedPreconditionError):
-    """The model cannot be served exactly; `reason` says why.
-
-    Attributes:
-        model: Directory, hub name, or the GGUF file that is converted.
-        reason: One sentence for the operator.
-    """
+    """The model, or GGUF file, cannot be served exactly; `reason` is one sentence for the operator."""
 
     def __init__(self, model: str, reason: str) -> None:
         self.model, self.reason = model, " ".join(reason.split())  # one line, whatever a library wrote
@@ -37,12 +32,7 @@ class InvalidModelError(UnsupportedModelError):
 
 
 class CacheGapError(FailedPreconditionError):
-    """A feed starts past the cached tokens: the tokens from `length` on are needed first.
-
-    Attributes:
-        session_id: The session of the feed.
-        length: How many of its tokens are cached; 0 when it is unknown or was evicted.
-    """
+    """A feed starts past the `length` cached tokens of a session (0 if unknown), which come first."""
 
     def __init__(self, session_id: str, length: int) -> None:
         self.session_id, self.length = session_id, length

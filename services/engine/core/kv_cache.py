@@ -44,21 +44,13 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters of a store.
+    """Counters of a store."""
 
-    Attributes:
-        num_sessions: Sessions with a cache.
-        cache_bytes: Bytes allocated for them.
-        cache_budget_bytes: Upper bound of these and `retained_bytes` together.
-        num_evictions: Sessions evicted since the start.
-        retained_bytes: Bytes retained of ended sessions, which are freed when sessions need them.
-    """
-
-    num_sessions: int
-    cache_bytes: int
-    cache_budget_bytes: int
-    num_evictions: int
-    retained_bytes: int
+    num_sessions: int  # sessions with a cache
+    cache_bytes: int  # bytes allocated for them
+    cache_budget_bytes: int  # upper bound of these and `retained_bytes` together
+    num_evictions: int  # sessions evicted since the start
+    retained_bytes: int  # bytes retained of ended sessions, which are freed when sessions need them
 
 
 class CacheStore:
@@ -159,10 +151,12 @@ class CacheStore:
             self._make_room(wanted, keep)
         return [self._sessions[session_id] for session_id in wanted]
 
-    def has_room(self, session_id: str, num_slots: int) -> bool:
-        """Whether the session can have that many slots without evicting another session."""
-        needed = self._used_slots + self._missing_slots(session_id, num_slots)
-        return needed * self.shape.slot_bytes <= self.budget_bytes
+    def has_room(self, session_id: str, num_slots: int, num_retained: int = 0) -> bool:
+        """Whether a session can have the slots without evicting others or `num_retained` retained slots."""
+        session = self._sessions.get(session_id)
+        capacity = 0 if session is None else session.capacity
+        missing = max(0, _round_up(num_slots, BLOCK) - capacity)
+        return (self._used_slots + missing + num_retained) * self.shape.slot_bytes <= self.budget_bytes
 
     def share(self, session_id: str, salt: str | None) -> None:
         """Let only sessions with this salt copy this session's cache, now and later; None: no session."""
@@ -224,26 +218,21 @@ class CacheStore:
             CacheGapError: `source` has fewer.
             CacheFullError: The two, and the sessions to `keep`, do not fit the budget.
         """
-        origin = self._origin(source, length)
+        origin = self._retained.get(source) if isinstance(source, int) else self._sessions.get(source)
+        num_cached = len(origin.tokens) if origin is not None else 0
+        if origin is None or length > num_cached:
+            raise CacheGapError(str(source), num_cached)
         if copy == source:
             origin.truncate(length)
         else:
             self._copy(source, origin, copy, length, keep)
 
-    def _origin(self, source: Source, length: int) -> SessionCache:
-        origin = self._retained.get(source) if isinstance(source, int) else self._sessions.get(source)
-        held = len(origin.tokens) if origin is not None else 0
-        if origin is None or length > held:
-            raise CacheGapError(str(source), held)
-        return origin
-
     def _copy(
         self, source: Source, origin: SessionCache, copy: str, length: int, keep: frozenset[str]
     ) -> None:
-        """Copy the first `length` slots of `origin`, the cache of `source`."""
         if isinstance(source, int):
             self._retained.touch(source)
-            if not self._has_room_keeping(origin, copy, length):
+            if not self.has_room(copy, length, num_retained=origin.capacity):
                 self._retained.pop(source)
                 if origin.capacity <= 2 * _round_up(length, BLOCK):
                     self._drop(copy)
@@ -258,25 +247,15 @@ class CacheStore:
         target.tokens.extend(origin.tokens[:length])
         target.first = min(origin.first, length)
 
-    def _has_room_keeping(self, retained: SessionCache, session_id: str, num_slots: int) -> bool:
-        """Whether a session can have the slots without dropping `retained` or another session."""
-        needed = self._used_slots + self._missing_slots(session_id, num_slots) + retained.capacity
-        return needed * self.shape.slot_bytes <= self.budget_bytes
-
-    def _missing_slots(self, session_id: str, num_slots: int) -> int:
-        session = self._sessions.get(session_id)
-        held = 0 if session is None else session.capacity
-        return max(0, _round_up(num_slots, BLOCK) - held)
-
     def _make_room(self, wanted: dict[str, int], keep: frozenset[str]) -> None:
         slot_bytes = self.shape.slot_bytes
         pinned = {name: s.capacity for name, s in self._sessions.items() if name in keep or name in wanted}
         tight, roomy = dict(pinned), dict(pinned)
         for session_id, slots in wanted.items():
-            held = pinned.get(session_id, 0)
-            if held < slots:
+            capacity = pinned.get(session_id, 0)
+            if capacity < slots:
                 tight[session_id] = _round_up(slots, BLOCK)
-                roomy[session_id] = _round_up(max(slots, held * 3 // 2), BLOCK)
+                roomy[session_id] = _round_up(max(slots, capacity * 3 // 2), BLOCK)
         if sum(tight.values()) * slot_bytes > self.budget_bytes:
             raise CacheFullError(sum(tight.values()) * slot_bytes, self.budget_bytes)
         chosen = roomy if sum(roomy.values()) * slot_bytes <= self.budget_bytes else tight
@@ -288,13 +267,13 @@ class CacheStore:
         """Drop retained caches, then unpinned sessions, until the rest of them fits `allowed_bytes`."""
         others = [name for name in self._sessions if name not in pinned]
         slot_bytes = self.shape.slot_bytes
-        held = sum(self._sessions[name].capacity for name in others) * slot_bytes
-        while self._retained and held + self._retained.num_slots * slot_bytes > allowed_bytes:
+        used = sum(self._sessions[name].capacity for name in others) * slot_bytes
+        while self._retained and used + self._retained.num_slots * slot_bytes > allowed_bytes:
             self._retained.drop_oldest()
         for name in others:
-            if held <= allowed_bytes:
+            if used <= allowed_bytes:
                 return
-            held -= self._sessions[name].capacity * slot_bytes
+            used -= self._sessions[name].capacity * slot_bytes
             self._drop(name)
             self.num_evictions += 1
 

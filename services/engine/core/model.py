@@ -66,12 +66,7 @@ def head_norms(attention: LlamaAttention) -> tuple[Tensor, Tensor] | None:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, with its own eager attention.
-
-    Attributes:
-        config: Configuration of its text part.
-        max_context: Largest number of tokens in a sequence.
-    """
+    """A model in evaluation mode, with its own eager attention, and the configuration of its text part."""
 
     name: str
     module: PreTrainedModel
@@ -116,9 +111,12 @@ def load_model(
     kind = torch_dtype(dtype, where)
     config = load_config(name)
     check_config(name, config)
+    text = config.get_text_config()
     if num_layers is not None:
-        _keep_layers(config.get_text_config(), num_layers)
-    max_context_of(name, config.get_text_config())  # refused before the weights are read
+        text.num_hidden_layers = num_layers
+        if layer_types := getattr(text, "layer_types", None):
+            text.layer_types = layer_types[:num_layers]
+    max_context_of(name, text)  # refused before the weights are read
     described = skeleton(config)
     check_size(name, described, size_of(name))
     if Path(name).is_dir():
@@ -130,22 +128,12 @@ def load_model(
 def loaded_model(
     name: str, module: PreTrainedModel, config: PretrainedConfig, device: torch.device
 ) -> LoadedModel:
-    """Return a module in evaluation mode, moved to a device.
-
-    Raises:
-        InvalidModelError: A weight is not finite.
-    """
+    """Return a module in evaluation mode, moved to a device; InvalidModelError if a weight is not finite."""
     typed: nn.Module = module  # transformers overrides `to` and `eval` without types
     typed.to(device).eval().requires_grad_(False)
     text = config.get_text_config()
     check_finite(name, module.state_dict())
     return LoadedModel(name, module, text, max_context_of(name, text))
-
-
-def _keep_layers(config: PretrainedConfig, num_layers: int) -> None:
-    config.num_hidden_layers = num_layers
-    if layer_types := getattr(config, "layer_types", None):
-        config.layer_types = layer_types[:num_layers]
 
 
 def _load_pretrained(name: str, config: PretrainedConfig | None, dtype: torch.dtype) -> PreTrainedModel:
@@ -165,20 +153,15 @@ def _load_pretrained(name: str, config: PretrainedConfig | None, dtype: torch.dt
     except Exception as error:  # its kind depends on the checkpoint's content
         raise_if_lost(error)
         reason = str(error).strip() or type(error).__name__
-        raise UnsupportedModelError(
-            name, f"transformers cannot load it as a causal model: {reason}"
-        ) from error
+        message = f"transformers cannot load it as a causal model: {reason}"
+        raise UnsupportedModelError(name, message) from error
     module: PreTrainedModel = result[0]
     check_loading(name, result[1], module.config.get_text_config().num_hidden_layers)
     return module
 
 
 def torch_device(name: str) -> torch.device:
-    """Return the device that a setting names.
-
-    Raises:
-        InvalidArgumentError: There is no such device.
-    """
+    """Return the device that a setting names; InvalidArgumentError if there is no such device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -193,11 +176,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def torch_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that a setting names, on a device.
-
-    Raises:
-        InvalidArgumentError: There is no such dtype, or the device does not compute in it.
-    """
+    """Return the dtype that a setting names; InvalidArgumentError if there is none on the device."""
     capability = device_capability(device)
     lacks_bfloat16 = capability is not None and capability < _BFLOAT16_CAPABILITY
     if name == "auto":
@@ -237,29 +216,24 @@ def load_config(name: str) -> PretrainedConfig:
 def eos_token_ids(model: str) -> tuple[int, ...]:
     """Return the tokens that end a completion, from the same files as `generate` of transformers."""
     try:
-        found: Any = GenerationConfig.from_pretrained(model).eos_token_id
+        ids: Any = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # no such file: older models have none
-        found = None
-    if found is None:
-        found = getattr(load_config(model).get_text_config(), "eos_token_id", None)
-    return tuple(found) if isinstance(found, (list, tuple)) else () if found is None else (found,)
+        ids = None
+    if ids is None:
+        ids = getattr(load_config(model).get_text_config(), "eos_token_id", None)
+    return tuple(ids) if isinstance(ids, (list, tuple)) else () if ids is None else (ids,)
 
 
 def check_config(name: str, config: PretrainedConfig) -> None:
-    """Refuse configurations whose problems a short probe forward cannot reveal.
-
-    Raises:
-        UnsupportedModelError: The configuration rules the model out.
-    """
+    """Raise UnsupportedModelError for configurations whose problems a short probe forward cannot reveal."""
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise UnsupportedModelError(name, "it is an encoder-decoder model, not a causal one")
     check_unquantised(name, config)
     odd = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     if odd:
-        raise UnsupportedModelError(
-            name, f"its layers are of types {sorted(odd)}; served are {sorted(LAYER_TYPES)}"
-        )
+        reason = f"its layers are of types {sorted(odd)}; served are {sorted(LAYER_TYPES)}"
+        raise UnsupportedModelError(name, reason)
     check_fields(name, text.to_dict())
 
 
@@ -275,16 +249,11 @@ def max_context_of(name: str, config: PretrainedConfig) -> int:
         raise UnsupportedModelError(name, "its configuration has no max_position_embeddings")
     if limit < _LEAST_CONTEXT:
         raise InvalidModelError(name, CONFIG, "max_position_embeddings", limit, f"at least {_LEAST_CONTEXT}")
-    for rope in _rope_settings(config):
+    rotary = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in rotary.values() if isinstance(value, dict)]
+    for rope in by_layer_type or [rotary]:
         # Past this length longrope changes the rotation of all positions, so cached keys would be wrong; up
         # to it, it is exact.
         if rope.get("rope_type") == "longrope":
             limit = min(limit, rope.get("original_max_position_embeddings") or limit)
     return limit
-
-
-def _rope_settings(config: PretrainedConfig) -> list[dict[str, Any]]:
-    """The rotary settings: one dictionary, or one per layer type."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return nested or [rope]

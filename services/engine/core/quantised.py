@@ -16,22 +16,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A matrix in integers.
+    """A matrix in integers."""
 
-    Attributes:
-        values: int8 [outputs, inputs].
-        scales: float32 [outputs, 1].
-    """
-
-    values: Tensor
-    scales: Tensor
+    values: Tensor  # int8 [outputs, inputs]
+    scales: Tensor  # float32 [outputs, 1]
 
     def dequantised(self) -> Tensor:
         """Return the weights that it stands for: float32 [outputs, inputs]."""
         return self.values * self.scales
 
     def __getitem__(self, rows: slice) -> QuantisedMatrix:
-        """Return some of the outputs."""
         return QuantisedMatrix(self.values[rows], self.scales[rows])
 
 
@@ -51,11 +45,7 @@ def quantise(weight: Tensor) -> QuantisedMatrix:
 
 @torch.no_grad()
 def quantise_model(module: nn.Module) -> Mapping[int, QuantisedMatrix]:
-    """Quantise a model in float32 on a CPU: its matrices get the dequantised values, in place.
-
-    Returns:
-        What `quantised_matrices` does.
-    """
+    """Return the matrices of a float32 model on a CPU, which get the dequantised values in place."""
     quantised = quantised_matrices(module)
     for weight in module.parameters():
         if (matrix := quantised.get(weight.data_ptr())) is not None:

@@ -11,21 +11,13 @@ from torch import Tensor
 
 @dataclass
 class SessionCache:
-    """One session's slots.
+    """One session's slots: those of its chain, then until `keep_path` those of a tree's nodes."""
 
-    Attributes:
-        data: [num_layers, rows, capacity, dim].
-        tokens: The cached chain; token i is in slot i.
-        tree_tokens: Nodes in the slots after the chain, until `keep_path`.
-        tree_parents: Index of each node's parent among the nodes; -k for the k-th last token of the chain.
-        first: Slots before it are empty: their tokens were not fed, and no row attends to them.
-    """
-
-    data: Tensor
-    tokens: list[int] = field(default_factory=list)
+    data: Tensor  # [num_layers, rows, capacity, dim]
+    tokens: list[int] = field(default_factory=list)  # the cached chain; token i is in slot i
     tree_tokens: list[int] = field(default_factory=list)
-    tree_parents: list[int] = field(default_factory=list)
-    first: int = 0
+    tree_parents: list[int] = field(default_factory=list)  # by index; -k: the k-th last token of the chain
+    first: int = 0  # slots before it are empty: their tokens were not fed, and no row attends to them
 
     @property
     def capacity(self) -> int:
@@ -75,7 +67,6 @@ class SessionCache:
         self.tree_tokens, self.tree_parents = [self.tree_tokens[node] for node in keep], parents
 
     def _move(self, slots: Sequence[int], base: int) -> None:
-        """Copy the contents of `slots` to the slots from `base` on."""
         if self.data.is_cpu:
             # NOTE: a draft waits for this; numpy takes a third of torch's time. Bytes: numpy has no bfloat16.
             data = self.data.view(torch.uint8).numpy()
@@ -103,9 +94,8 @@ class SessionCache:
     def _keep_chain(self, base: int, path: Sequence[int]) -> None:
         end = base + len(path)
         if list(path) != list(range(len(path))) or not 0 <= base <= end <= len(self.tokens):
-            raise ValueError(
-                f"path: got {list(path)} from base {base}, not a path of the {len(self.tokens)} cached tokens"
-            )
+            allowed = f"not a path of the {len(self.tokens)} cached tokens"
+            raise ValueError(f"path: got {list(path)} from base {base}, {allowed}")
         self.truncate(end)
 
 

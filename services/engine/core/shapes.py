@@ -34,47 +34,19 @@ _LEAST_EPS = 1e-37
 
 _SIZES = frozenset(
     {
-        "block_size",
-        "d_model",
-        "draft_vocab_size",
-        "ffn_dim",
-        "head_dim",
-        "hidden_size",
-        "intermediate_size",
-        "kv_lora_rank",
-        "max_position_embeddings",
-        "max_seq_len",
-        "n_embd",
-        "n_group",
-        "n_head",
-        "n_inner",
-        "n_positions",
-        "num_attention_heads",
-        "num_heads",
-        "num_key_value_heads",
-        "num_kv_heads",
-        "original_max_position_embeddings",
-        "q_lora_rank",
-        "qk_head_dim",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "sliding_window",
-        "target_hidden_size",
-        "topk_group",
-        "v_head_dim",
-        "vocab_size",
-        "word_embed_proj_dim",
+        *("block_size", "d_model", "draft_vocab_size", "ffn_dim", "head_dim", "hidden_size"),
+        *("intermediate_size", "kv_lora_rank", "max_position_embeddings", "max_seq_len", "n_embd", "n_group"),
+        *("n_head", "n_inner", "n_positions", "num_attention_heads", "num_heads", "num_key_value_heads"),
+        *("num_kv_heads", "original_max_position_embeddings", "q_lora_rank", "qk_head_dim"),
+        *("qk_nope_head_dim", "qk_rope_head_dim", "sliding_window", "target_hidden_size", "topk_group"),
+        *("v_head_dim", "vocab_size", "word_embed_proj_dim"),
     }
 )
 _LAYERS = frozenset({"n_layer", "num_hidden_layers", "num_layers"})
 _EXPERTS = frozenset(
     {
-        "moe_intermediate_size",
-        "n_routed_experts",
-        "n_shared_experts",
-        "num_experts",
-        "num_experts_per_tok",
-        "num_local_experts",
+        *("moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
+        *("num_experts", "num_experts_per_tok", "num_local_experts"),
     }
 )
 """Zero in models of an architecture with experts that have none."""
@@ -82,13 +54,8 @@ _EXPERTS = frozenset(
 _EPS = frozenset({"layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_eps"})
 _POSITIVE = frozenset(
     {
-        "attn_logit_softcapping",
-        "factor",
-        "final_logit_softcapping",
-        "query_pre_attn_scalar",
-        "rope_local_base_freq",
-        "rope_theta",
-        "rotary_emb_base",
+        *("attn_logit_softcapping", "factor", "final_logit_softcapping", "query_pre_attn_scalar"),
+        *("rope_local_base_freq", "rope_theta", "rotary_emb_base"),
     }
 )
 _SHARES = frozenset({"partial_rotary_factor", "rotary_pct"})
@@ -128,15 +95,14 @@ def check_fields(name: str, stored: Mapping[str, Any]) -> None:
 
 
 def _check_rotary(name: str, path: str, stored: Mapping[str, Any]) -> None:
-    """Check the settings of a rotary embedding, or those of several layer types."""
     for key, value in stored.items():
         place = f"{path}.{key}"
         if isinstance(value, Mapping):
             _check_rotary(name, place, value)
         elif isinstance(value, (list, tuple)):  # factors of frequencies
-            for one in value:
-                if not _is_number(one) or not 0 < one < math.inf:
-                    raise InvalidModelError(name, CONFIG, place, one, "finite numbers above 0")
+            for factor in value:
+                if not _is_number(factor) or not 0 < factor < math.inf:
+                    raise InvalidModelError(name, CONFIG, place, factor, "finite numbers above 0")
         elif value is not None:
             _check_value(name, key, place, value)
 
@@ -146,9 +112,9 @@ def _check_value(name: str, key: str, place: str, value: Any) -> None:
     if key in _SIZES | _LAYERS | _EXPERTS:
         least, most = int(key not in _EXPERTS), _MOST_LAYERS if key in _LAYERS else _MOST
         # Some architectures have a size per layer.
-        for one in value if isinstance(value, (list, tuple)) else [value]:
-            if type(one) is not int or not least <= one <= most:
-                raise InvalidModelError(name, CONFIG, place, one, f"an integer in [{least}, {most}]")
+        for size in value if isinstance(value, (list, tuple)) else [value]:
+            if type(size) is not int or not least <= size <= most:
+                raise InvalidModelError(name, CONFIG, place, size, f"an integer in [{least}, {most}]")
     elif key in _EPS:
         if not _is_number(value) or not _LEAST_EPS <= value < math.inf:
             raise InvalidModelError(name, CONFIG, place, value, f"a finite number of at least {_LEAST_EPS}")
@@ -167,10 +133,7 @@ def _is_number(value: Any) -> bool:
 
 
 def skeleton(config: PretrainedConfig) -> PreTrainedModel | None:
-    """Return the module of a configuration without memory for its weights; None if transformers has none.
-
-    Its parameters have names and shapes, and no values.
-    """
+    """Return the module of a configuration, with shapes but no values; None if transformers has none."""
     try:
         with torch.device("meta"), no_init_weights():
             module: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -182,13 +145,13 @@ def skeleton(config: PretrainedConfig) -> PreTrainedModel | None:
 def stored_as(module: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Return the module's name of each tensor of a checkpoint, as transformers maps them when it loads it."""
     transforms = get_model_conversion_mapping(module)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    own = module.state_dict()
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    weights = module.state_dict()
     mapped = {}
     for key in keys:
-        renamed, _ = rename_source_key(key, renamings, converters, module.base_model_prefix, own)
-        mapped[key] = key if renamed not in own and key in own else renamed
+        renamed, _ = rename_source_key(key, renamings, converters, module.base_model_prefix, weights)
+        mapped[key] = key if renamed not in weights and key in weights else renamed
     return mapped
 
 
@@ -209,8 +172,8 @@ def _output(module: PreTrainedModel) -> nn.Module | None:
     return output
 
 
-def _names_of(module: nn.Module, part: nn.Module | None) -> list[str]:
-    return [f"{name}.weight" for name, one in module.named_modules() if one is part]
+def _names_of(root: nn.Module, part: nn.Module | None) -> list[str]:
+    return [f"{name}.weight" for name, module in root.named_modules() if module is part]
 
 
 def check_size(name: str, module: PreTrainedModel | None, num_bytes: int) -> None:
@@ -242,11 +205,7 @@ def size_of(name: str) -> int:
 
 
 def check_shape(name: str, key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Check a tensor's shape.
-
-    Raises:
-        InvalidModelError: It differs.
-    """
+    """Raise InvalidModelError if a tensor has another shape."""
     if tuple(tensor.shape) != shape:
         allowed = f"{list(shape)}, which its configuration says"
         raise _invalid(name, key, f"the shape {list(tensor.shape)}", allowed)
@@ -288,8 +247,8 @@ def check_types(name: str, module: PreTrainedModel | None, types: Mapping[str, s
     if module is None or all(_is_float(kind) for kind in types.values()):
         return
     parameters = {key for key, _ in module.named_parameters()}
-    for key, own in stored_as(module, types).items():
-        if own in parameters and not _is_float(types[key]):
+    for key, parameter in stored_as(module, types).items():
+        if parameter in parameters and not _is_float(types[key]):
             raise _invalid(name, key, f"numbers of type {types[key]}", _FLOATING)
 
 
@@ -298,11 +257,7 @@ def _is_float(kind: str) -> bool:
 
 
 def check_finite(name: str, weights: Mapping[str, Tensor], file: str = "") -> None:
-    """Check that all floating-point tensors have finite numbers, also in float32.
-
-    Raises:
-        InvalidModelError: One has others.
-    """
+    """Raise InvalidModelError unless all floating-point tensors have finite numbers, also in float32."""
     for key, tensor in weights.items():
         if not tensor.numel():
             continue
@@ -313,21 +268,13 @@ def check_finite(name: str, weights: Mapping[str, Tensor], file: str = "") -> No
 
 
 def check_head_dim(name: str, head_dim: int) -> None:
-    """Check the width of a head whose halves are rotated.
-
-    Raises:
-        InvalidModelError: It has no halves.
-    """
+    """Raise InvalidModelError unless the width of a head has halves, which are rotated."""
     if head_dim < 2 or head_dim % 2:
         raise InvalidModelError(name, CONFIG, "head_dim", head_dim, "an even number above 0")
 
 
 def check_rotary(name: str, rotary: nn.Module, head_dim: int) -> None:
-    """Check a rotary embedding, whose tables the kernels read by the width of a head.
-
-    Raises:
-        InvalidModelError: Its frequencies are not finite, or it rotates a part of a head.
-    """
+    """Raise InvalidModelError unless a rotary embedding is finite and rotates all numbers of a head."""
     check_finite(name, dict(rotary.named_buffers()), CONFIG)
     cos, _ = rotary(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
     if cos.shape[-1] != head_dim:

@@ -21,23 +21,14 @@ def checkpoint_folder(name: str) -> Path | None:
     if Path(name).is_dir():
         return Path(name)
     try:
-        return _hub_folder(name)
+        index = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False)
+        return Path(index or str(cached_file(name, _WEIGHTS))).parent
     except (OSError, HFValidationError):
         return None
 
 
-def _hub_folder(name: str) -> Path:
-    """Return the folder in the hub's cache that has the index of a model's weights, or its only file."""
-    index = cached_file(name, _INDEX, _raise_exceptions_for_missing_entries=False)
-    return Path(index or str(cached_file(name, _WEIGHTS))).parent
-
-
 def tensor_names(folder: Path) -> list[str]:
-    """Return the names of all tensors of a directory; none without safetensors.
-
-    Raises:
-        UnsupportedModelError: A file is truncated or damaged.
-    """
+    """Return a directory's tensor names in safetensors; UnsupportedModelError if a file is damaged."""
     if (folder / _WEIGHTS).is_file():
         with _opened(folder, folder / _WEIGHTS) as file:
             return list(file.keys())
@@ -47,7 +38,6 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor."""
     try:
         files = json.loads((folder / _INDEX).read_text())["weight_map"]
         return {str(key): str(file) for key, file in files.items()}
@@ -57,14 +47,9 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def tensor_types(folder: Path) -> dict[str, str]:
-    """Return the type of each tensor of a directory, by safetensors' names; none without safetensors.
-
-    Raises:
-        UnsupportedModelError: A file is missing, truncated or damaged.
-    """
-    files = {_file_of(folder, key) for key in tensor_names(folder)}
+    """Return the type of each tensor in safetensors; UnsupportedModelError if a file is damaged."""
     types = {}
-    for path in files:
+    for path in {_file_of(folder, key) for key in tensor_names(folder)}:
         with _opened(folder, path) as file:
             keys = file.keys()
             types.update({key: str(file.get_slice(key).get_dtype()) for key in keys})
@@ -72,11 +57,7 @@ def tensor_types(folder: Path) -> dict[str, str]:
 
 
 def read_tensor(name: str, folder: Path, key: str) -> Tensor:
-    """Return one tensor of a model, after its file was fetched if the model is one of the hub.
-
-    Raises:
-        UnsupportedModelError: The file is missing, truncated or damaged.
-    """
+    """Return a tensor, from the hub if need be; UnsupportedModelError if its file is missing or damaged."""
     path = _file_of(folder, key)
     if not Path(name).is_dir():
         cached_file(name, path.name)
@@ -84,9 +65,8 @@ def read_tensor(name: str, folder: Path, key: str) -> Tensor:
         try:
             tensor: Tensor = file.get_tensor(key)
         except SafetensorError as error:
-            raise InvalidModelError(
-                name, path.name, key, "no tensor", f"the one that {_INDEX} names"
-            ) from error
+            allowed = f"the one that {_INDEX} names"
+            raise InvalidModelError(name, path.name, key, "no tensor", allowed) from error
     return tensor
 
 
@@ -97,10 +77,8 @@ def _file_of(folder: Path, key: str) -> Path:
 
 
 def _opened(folder: Path, path: Path) -> safe_open:
-    """Open a safetensors file."""
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UnsupportedModelError(
-            str(folder), f"its {path.name} is missing, truncated or damaged: {error}"
-        ) from error
+        reason = f"its {path.name} is missing, truncated or damaged: {error}"
+        raise UnsupportedModelError(str(folder), reason) from error

@@ -19,12 +19,6 @@ from transformers import AttentionInterface
 
 from services.engine.core.batch import Batch, Segment
 
-
-def bias_of(allowed: Tensor) -> Tensor:
-    """Bias to add to scores: 0 where `allowed`, else -inf."""
-    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
-
-
 ATTENTION_NAME = "gammaray"
 
 # Keyword arguments that do not affect the attention itself.
@@ -40,6 +34,11 @@ class _Active(threading.local):
 
 
 active = _Active()
+
+
+def bias_of(allowed: Tensor) -> Tensor:
+    """Bias to add to scores: 0 where `allowed`, else -inf."""
+    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
 def unknown_arguments(arguments: dict[str, Any]) -> list[str]:
@@ -71,8 +70,8 @@ def _attention_forward(
         arguments["attention_mask"] = attention_mask
     if dropout:
         arguments["dropout"] = dropout
-    given = LayerInput(query, key, value, scaling, sliding_window, softcap, s_aux)
-    return active.handler(module, given, arguments), None
+    inputs = LayerInput(query, key, value, scaling, sliding_window, softcap, s_aux)
+    return active.handler(module, inputs, arguments), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
@@ -80,25 +79,15 @@ AttentionInterface.register(ATTENTION_NAME, _attention_forward)
 
 @dataclass(frozen=True)
 class LayerInput:
-    """Arguments of one layer's attention call.
+    """Arguments of one layer's attention call."""
 
-    Attributes:
-        query: [1, num_heads, rows, key_dim].
-        key: [1, num_kv_heads, rows, key_dim].
-        value: [1, num_kv_heads, rows, value_dim].
-        scaling: Factor on the scores; None for key_dim ** -0.5.
-        window: Number of positions a row sees, including itself; None for all.
-        softcap: Scores become softcap * tanh(score / softcap).
-        sinks: [num_heads], a score per head that takes probability but has no value.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scaling: float | None
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
+    query: Tensor  # [1, num_heads, rows, key_dim]
+    key: Tensor  # [1, num_kv_heads, rows, key_dim]
+    value: Tensor  # [1, num_kv_heads, rows, value_dim]
+    scaling: float | None  # factor on the scores; None for key_dim ** -0.5
+    window: int | None  # number of positions a row sees, including itself; None for all
+    softcap: float | None  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None  # [num_heads], a score per head that takes probability but has no value
 
     @property
     def scale(self) -> float:
@@ -106,21 +95,17 @@ class LayerInput:
         return self.key.shape[3] ** -0.5 if self.scaling is None else self.scaling
 
 
-def attend(batch: Batch, layer: int, given: LayerInput, *, flash: bool = False) -> Tensor:
-    """Attend per session over its slots, after writing this layer's new keys and values there.
-
-    Returns:
-        [1, rows, num_heads, value_dim].
-    """
-    num_heads, rows, value_dim = given.query.shape[1], given.query.shape[2], given.value.shape[3]
-    output = given.query.new_zeros(rows, num_heads, value_dim)
+def attend(batch: Batch, layer: int, inputs: LayerInput, *, flash: bool = False) -> Tensor:
+    """Write a layer's new keys and values, and attend per session: [1, rows, num_heads, value_dim]."""
+    num_heads, rows, value_dim = inputs.query.shape[1], inputs.query.shape[2], inputs.value.shape[3]
+    output = inputs.query.new_zeros(rows, num_heads, value_dim)
     for index in range(len(batch.segments)):
-        attend_segment(batch, index, layer, given, output, flash=flash)
+        attend_segment(batch, index, layer, inputs, output, flash=flash)
     return output[None]
 
 
 def attend_segment(
-    batch: Batch, index: int, layer: int, given: LayerInput, output: Tensor, *, flash: bool
+    batch: Batch, index: int, layer: int, inputs: LayerInput, output: Tensor, *, flash: bool
 ) -> None:
     """Attend for one session of a step, after writing this layer's new keys and values to its cache.
 
@@ -130,48 +115,48 @@ def attend_segment(
             mask [rows, slots] rules out torch's flash kernels, and takes as much memory as the scores.
     """
     segment = batch.segments[index]
-    num_heads, count = given.query.shape[1], segment.count
-    num_kv_heads, key_dim, value_dim = given.key.shape[1], given.key.shape[3], given.value.shape[3]
+    num_heads, count = inputs.query.shape[1], segment.count
+    num_kv_heads, key_dim, value_dim = inputs.key.shape[1], inputs.key.shape[3], inputs.value.shape[3]
     here = slice(segment.row, segment.row + count)
     end = segment.slot + count
-    slots = _written_slots(segment, layer, given)
+    slots = _written_slots(segment, layer, inputs)
     keys, values = slots[0][:, :end], slots[1][:, :end]
-    plain = given.softcap is None and given.sinks is None
-    if flash and plain and count > 1 and _is_causal(segment, given.window):
+    plain = inputs.softcap is None and inputs.sinks is None
+    if flash and plain and count > 1 and _is_causal(segment, inputs.window):
         mixed = F.scaled_dot_product_attention(
-            given.query[:, :, here],
+            inputs.query[:, :, here],
             keys[None],
             values[None],
             attn_mask=causal_lower_right(count, end),
-            scale=given.scale,
+            scale=inputs.scale,
             enable_gqa=num_heads != num_kv_heads,
         )
         output[here] = mixed[0].transpose(0, 1)
         return
     # Heads of a group share keys and values: stack their rows instead of copying keys and values.
-    queries = given.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
-    mask = batch.mask(index, given.window, queries.device)
+    queries = inputs.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
+    mask = batch.mask(index, inputs.window, queries.device)
     if mask is not None:
         mask = mask.repeat(num_heads // num_kv_heads, 1)
     if plain:
         mixed = F.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], attn_mask=mask, scale=given.scale
+            queries[None], keys[None], values[None], attn_mask=mask, scale=inputs.scale
         )[0]
     else:
         bias = None if mask is None else bias_of(mask)
-        mixed = explicit_attention(queries, keys, values, bias, stacked_sinks(given, count), given)
+        mixed = explicit_attention(queries, keys, values, bias, stacked_sinks(inputs, count), inputs)
     output[here] = mixed.reshape(num_heads, count, value_dim).transpose(0, 1)
 
 
-def _written_slots(segment: Segment, layer: int, given: LayerInput) -> tuple[Tensor, Tensor]:
+def _written_slots(segment: Segment, layer: int, inputs: LayerInput) -> tuple[Tensor, Tensor]:
     """Write a segment's new keys and values; return all slots of both, [num_kv_heads, capacity, dim]."""
-    num_kv_heads, key_dim, value_dim = given.key.shape[1], given.key.shape[3], given.value.shape[3]
+    num_kv_heads, key_dim, value_dim = inputs.key.shape[1], inputs.key.shape[3], inputs.value.shape[3]
     here = slice(segment.row, segment.row + segment.count)
     new = slice(segment.slot, segment.slot + segment.count)
     slots = segment.cache.data[layer, :num_kv_heads]
     keys, values = slots[..., :key_dim], slots[..., key_dim : key_dim + value_dim]
-    keys[:, new] = given.key[0, :, here]
-    values[:, new] = given.value[0, :, here]
+    keys[:, new] = inputs.key[0, :, here]
+    values[:, new] = inputs.value[0, :, here]
     return keys, values
 
 
@@ -187,7 +172,7 @@ def explicit_attention(
     values: Tensor,
     bias: Tensor | None,
     sinks: Tensor | None,
-    given: LayerInput,
+    inputs: LayerInput,
 ) -> Tensor:
     """Attention with softcap and sinks, softmax in float32.
 
@@ -197,14 +182,14 @@ def explicit_attention(
         values: [..., slots, value_dim].
         bias: Added to the scores [..., stacked rows, slots]; None for nothing.
         sinks: [..., stacked rows, 1]; None for none.
-        given: The layer's arguments, for scale and softcap.
+        inputs: The layer's arguments, for scale and softcap.
 
     Returns:
         [..., stacked rows, value_dim].
     """
-    scores = torch.matmul(queries, keys.transpose(-2, -1)).mul_(given.scale)
-    if given.softcap is not None:
-        scores = torch.tanh(scores / given.softcap) * given.softcap
+    scores = torch.matmul(queries, keys.transpose(-2, -1)).mul_(inputs.scale)
+    if inputs.softcap is not None:
+        scores = torch.tanh(scores / inputs.softcap) * inputs.softcap
     if bias is not None:
         scores = scores + bias
     if sinks is None:
@@ -214,9 +199,9 @@ def explicit_attention(
     return torch.matmul(probs.to(values.dtype).contiguous(), values)
 
 
-def stacked_sinks(given: LayerInput, count: int) -> Tensor | None:
+def stacked_sinks(inputs: LayerInput, count: int) -> Tensor | None:
     """Each stacked row's sink [kv_heads, group * count, 1]."""
-    if given.sinks is None:
+    if inputs.sinks is None:
         return None
-    per_head = given.sinks.view(given.key.shape[1], -1, 1).to(given.query.dtype)
+    per_head = inputs.sinks.view(inputs.key.shape[1], -1, 1).to(inputs.query.dtype)
     return per_head.repeat_interleave(count, dim=1)

@@ -57,14 +57,14 @@ class StepAttention:
         sizes = (num_layers, kv_heads, kv_dim)
         self._groups = [_Group(group, *sizes, whole=len(segments)) for group in _by_length(padded)]
 
-    def attend(self, layer: int, given: LayerInput) -> Tensor:
+    def attend(self, layer: int, inputs: LayerInput) -> Tensor:
         """Return the layer's attention [1, rows, num_heads, value_dim]."""
-        num_heads, rows = given.query.shape[1], given.query.shape[2]
-        output = given.query.new_empty(rows, num_heads, given.value.shape[3])
+        num_heads, rows = inputs.query.shape[1], inputs.query.shape[2]
+        output = inputs.query.new_empty(rows, num_heads, inputs.value.shape[3])
         for index in self._alone:
-            attend_segment(self._batch, index, layer, given, output, flash=True)
+            attend_segment(self._batch, index, layer, inputs, output, flash=True)
         for group in self._groups:
-            group.attend(layer, given, output)
+            group.attend(layer, inputs, output)
         return output[None]
 
     def store(self) -> None:
@@ -86,20 +86,12 @@ def _by_length(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 @dataclass
 class _Keys:
-    """What the layers with the same window share.
+    """What the layers with the same window share."""
 
-    Attributes:
-        cached: For each session its cached slots that a row may see, one view per layer
-            [rows of the cache, slots, dim].
-        num_slots: Slots of each session after padding.
-        bias: [1, sessions, group * rows, num_slots]: 0 or -inf, by the number of heads per key head.
-        mask: [sessions, rows, num_slots], where the bias is 0.
-    """
-
-    cached: list[Sequence[Tensor]]
-    num_slots: int
-    bias: dict[int, Tensor]
-    mask: Tensor
+    cached: list[Sequence[Tensor]]  # by session and layer: slots that a row may see, [rows, slots, dim]
+    num_slots: int  # slots of each session after padding
+    bias: dict[int, Tensor]  # by heads per key head: 0 or -inf, [1, sessions, group * rows, num_slots]
+    mask: Tensor  # [sessions, rows, num_slots], where the bias is 0
 
 
 class _Group:
@@ -121,30 +113,29 @@ class _Group:
             return
         padded = [s.row + min(row, s.count - 1) for s in segments for row in range(self._num_rows)]
         kept = [i * self._num_rows + row for i, s in enumerate(segments) for row in range(s.count)]
-        self._padded, self._rows, self._kept = torch.tensor(
-            [*padded, *rows, *kept], device=data.device
-        ).split_with_sizes((len(padded), len(rows), len(kept)))
+        numbers = torch.tensor([*padded, *rows, *kept], device=data.device)
+        self._padded, self._rows, self._kept = numbers.split_with_sizes(list(map(len, (padded, rows, kept))))
 
-    def attend(self, layer: int, given: LayerInput, output: Tensor) -> None:
+    def attend(self, layer: int, inputs: LayerInput, output: Tensor) -> None:
         """Attend in one layer and write the rows of these sessions to `output`."""
-        num_heads, kv_heads = given.query.shape[1], given.key.shape[1]
-        key_dim, value_dim = given.key.shape[3], given.value.shape[3]
+        num_heads, kv_heads = inputs.query.shape[1], inputs.key.shape[1]
+        key_dim, value_dim = inputs.key.shape[3], inputs.value.shape[3]
         sessions, num_rows, group = len(self._segments), self._num_rows, num_heads // kv_heads
-        shared = self._shared(given.window)
-        slots = self._slots(layer, given, shared).view(kv_heads, sessions, shared.num_slots, -1)
+        shared = self._shared(inputs.window)
+        slots = self._slots(layer, inputs, shared).view(kv_heads, sessions, shared.num_slots, -1)
         keys, values = slots[..., :key_dim], slots[..., key_dim:]
         # Heads of a group share keys and values: they are rows of one head. Key heads come before sessions,
         # so that a product over both is one batch without a copy.
-        queries = self._pad(given.query[0]).view(kv_heads, group, sessions, num_rows, key_dim)
+        queries = self._pad(inputs.query[0]).view(kv_heads, group, sessions, num_rows, key_dim)
         queries = queries.transpose(1, 2).reshape(kv_heads, sessions, group * num_rows, key_dim)
         bias = self._bias(shared, group, queries.dtype)
-        if given.softcap is None and given.sinks is None:
-            mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=given.scale)
+        if inputs.softcap is None and inputs.sinks is None:
+            mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=inputs.scale)
         else:
-            sinks = stacked_sinks(given, num_rows)
+            sinks = stacked_sinks(inputs, num_rows)
             if sinks is not None:
                 sinks = sinks[:, None].expand(-1, sessions, -1, -1)
-            mixed = explicit_attention(queries, keys, values, bias, sinks, given)
+            mixed = explicit_attention(queries, keys, values, bias, sinks, inputs)
         mixed = mixed.reshape(kv_heads, sessions, group, num_rows, value_dim).permute(1, 3, 0, 2, 4)
         flat = mixed.reshape(sessions * num_rows, num_heads, value_dim)
         if self._is_whole:
@@ -153,7 +144,6 @@ class _Group:
             output[self._rows] = flat[self._kept]
 
     def store(self) -> None:
-        """Write the new keys and values of all layers to the caches."""
         num_layers, kv_heads, _, kv_dim = self._new.shape
         for index, segment in enumerate(self._segments):
             new = self._new[:, :, self._new_rows(index)]
@@ -168,11 +158,11 @@ class _Group:
         """Return the rows of [heads, rows of the step, dim] by session, padded with copies of a row."""
         return packed if self._is_whole else packed.index_select(1, self._padded)
 
-    def _slots(self, layer: int, given: LayerInput, shared: _Keys) -> Tensor:
+    def _slots(self, layer: int, inputs: LayerInput, shared: _Keys) -> Tensor:
         """Keep a layer's new keys and values; return [kv_heads, sessions * slots, key_dim + value_dim]."""
-        kv_heads, dim = given.key.shape[1], given.key.shape[3] + given.value.shape[3]
+        kv_heads, dim = inputs.key.shape[1], inputs.key.shape[3] + inputs.value.shape[3]
         new = self._new[layer, :kv_heads, :, :dim]
-        new.copy_(self._pad(torch.cat((given.key[0], given.value[0]), -1)))
+        new.copy_(self._pad(torch.cat((inputs.key[0], inputs.value[0]), -1)))
         nothing = new.new_zeros(1, 1, 1)
         pieces = []
         for index, (segment, layers) in enumerate(zip(self._segments, shared.cached, strict=True)):

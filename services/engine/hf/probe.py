@@ -23,29 +23,18 @@ from services.engine.hf.attention import (
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Shapes found by the probe.
+    """Shapes found by the probe."""
 
-    Attributes:
-        num_layers: Number of layers, all with attention.
-        vocab_size: Size of the logits; token ids lie below it.
-        kv_heads: Largest number of key heads of a layer.
-        kv_dim: Length of a key and its value together, the maximum over layers.
-        windows: Sliding window of each layer, None for full attention.
-        layer_of: Index of each attention module's layer, by id of the module.
-    """
-
-    num_layers: int
-    vocab_size: int
-    kv_heads: int
-    kv_dim: int
-    windows: tuple[int | None, ...]
-    layer_of: dict[int, int]
+    num_layers: int  # number of layers, all with attention
+    vocab_size: int  # size of the logits; token ids lie below it
+    kv_heads: int  # largest number of key heads of a layer
+    kv_dim: int  # length of a key and its value together, the maximum over layers
+    windows: tuple[int | None, ...]  # sliding window of each layer, None for full attention
+    layer_of: dict[int, int]  # index of each attention module's layer, by id of the module
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of the attention function."""
-
     module: nn.Module
     kv_heads: int
     kv_dim: int
@@ -65,17 +54,13 @@ def handling(handler: LayerCall) -> Iterator[None]:
 
 @torch.no_grad()
 def probe_model(loaded: LoadedModel) -> ModelLayout:
-    """Switch the model to the engine's attention and check that every layer calls it as expected.
-
-    Raises:
-        UnsupportedModelError: A layer does not, or passes unsupported arguments.
-    """
+    """Switch a model to our attention; UnsupportedModelError unless each layer calls it as expected."""
     calls: list[_Call] = []
 
-    def record(module: nn.Module, given: LayerInput, arguments: dict[str, Any]) -> Tensor:
-        key, value, query = given.key, given.value, given.query
+    def record(module: nn.Module, inputs: LayerInput, arguments: dict[str, Any]) -> Tensor:
+        key, value, query = inputs.key, inputs.value, inputs.query
         dim = key.shape[3] + value.shape[3]
-        calls.append(_Call(module, key.shape[1], dim, given.window, unknown_arguments(arguments)))
+        calls.append(_Call(module, key.shape[1], dim, inputs.window, unknown_arguments(arguments)))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
     loaded.module.set_attn_implementation(ATTENTION_NAME)
@@ -108,18 +93,15 @@ def _check_calls(loaded: LoadedModel, calls: list[_Call]) -> None:
         )
     for layer, call in enumerate(calls):
         if call.unknown:
-            raise UnsupportedModelError(
-                loaded.name, f"layer {layer} passes {call.unknown} to its attention, which would be ignored"
-            )
+            reason = f"layer {layer} passes {call.unknown} to its attention, which would be ignored"
+            raise UnsupportedModelError(loaded.name, reason)
         if getattr(call.module, "is_causal", True) is False:
             raise UnsupportedModelError(loaded.name, f"layer {layer} attends in both directions")
         expected = _has_window(loaded, layer)
         if expected != (call.window is not None):
-            raise UnsupportedModelError(
-                loaded.name,
-                f"layer {layer} {'slides' if expected else 'does not slide'} by its configuration, "
-                f"but its attention is called with window {call.window}",
-            )
+            setting = f"layer {layer} {'slides' if expected else 'does not slide'} by its configuration"
+            reason = f"{setting}, but its attention is called with window {call.window}"
+            raise UnsupportedModelError(loaded.name, reason)
 
 
 def _has_window(loaded: LoadedModel, layer: int) -> bool:

@@ -27,19 +27,10 @@ class TransformersRunner(Runner):
             calls cost little, and what batching copies costs more.
     """
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        layout: ModelLayout,
-        *,
-        batched: bool | None = None,
-    ) -> None:
-        self._loaded, self._module = loaded, loaded.module
-        self._device = loaded.device
-        self._layout = layout
+    def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, batched: bool | None = None) -> None:
+        self._loaded, self._layout, self._device = loaded, layout, loaded.device
         self._batched = loaded.device.type != "cpu" if batched is None else batched
-        parameters = inspect.signature(loaded.module.forward).parameters
-        self._keeps_rows = "logits_to_keep" in parameters
+        self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.module.forward).parameters
 
     @property
     def hidden_size(self) -> int:
@@ -50,40 +41,30 @@ class TransformersRunner(Runner):
         return self._tap_points if isinstance(self._tap_points, str) else ""
 
     def forward(self, batch: Batch) -> Tensor:
-        rows = batch.logit_rows
-        arguments: dict[str, Any] = {}
-        wanted = None if rows is None else torch.tensor(rows, dtype=torch.long, device=self._device)
-        if self._keeps_rows and wanted is not None:
-            arguments["logits_to_keep"] = wanted
-        logits = self._run(batch, batch.token_ids, batch.positions, arguments)
-        if wanted is not None and not self._keeps_rows:
-            logits = logits[wanted]
-        return logits
-
-    def _run(
-        self, batch: Batch, token_ids: list[int], positions: list[int], arguments: dict[str, Any]
-    ) -> Tensor:
-        layout, step = self._layout, None
+        rows, device, layout = batch.logit_rows, self._device, self._layout
+        wanted = None if rows is None else torch.tensor(rows, dtype=torch.long, device=device)
+        arguments = {"logits_to_keep": wanted} if self._keeps_rows and wanted is not None else {}
+        step = None
         if self._batched and len(batch.segments) > 1:
             step = StepAttention(batch, layout.num_layers, layout.kv_heads, layout.kv_dim)
 
-        def handler(module: nn.Module, given: LayerInput, _: dict[str, Any]) -> Tensor:
+        def handler(module: nn.Module, inputs: LayerInput, _: dict[str, Any]) -> Tensor:
             layer = layout.layer_of[id(module)]
             if step is not None:
-                return step.attend(layer, given)
-            return attend(batch, layer, given, flash=self._batched)
+                return step.attend(layer, inputs)
+            return attend(batch, layer, inputs, flash=self._batched)
 
         with handling(handler), self._recording(batch):
-            output = self._module(
-                torch.tensor([token_ids], device=self._device),
-                position_ids=torch.tensor([positions], device=self._device),
+            output = self._loaded.module(
+                torch.tensor([batch.token_ids], device=device),
+                position_ids=torch.tensor([batch.positions], device=device),
                 use_cache=False,
                 **arguments,
             )
         if step is not None:
             step.store()
-        logits: Tensor = output.logits[0, :, : self._layout.vocab_size]
-        return logits.float()
+        logits: Tensor = output.logits[0, :, : layout.vocab_size].float()
+        return logits if wanted is None or self._keeps_rows else logits[wanted]
 
     @cached_property
     def _tap_points(self) -> TapPoints | str:

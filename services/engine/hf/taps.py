@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,13 +18,7 @@ from services.engine.hf.probe import ModelLayout
 
 @dataclass(frozen=True)
 class TapPoints:
-    """Where a model's hidden states pass.
-
-    Attributes:
-        name: Directory or hub name of the model.
-        layers: The decoder layers in order; the first argument of each is the residual stream, and so is its
-            first result.
-    """
+    """The decoder layers of a model in order: first argument and first result of each are hidden states."""
 
     name: str
     layers: nn.ModuleList
@@ -35,32 +30,36 @@ class TapPoints:
         Raises:
             UnsupportedModelError: The forward bypassed one of the modules, or its states have another shape.
         """
+
+        def before(column: int, _: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+            record(column, positional[0] if positional else named["hidden_states"])
+
+        def after(column: int, _: nn.Module, __: Any, result: Any) -> None:
+            record(column, result[0] if isinstance(result, tuple) else result)
+
         missing = set(range(len(taps.layers)))
 
         def record(column: int, state: Tensor) -> None:
             rows, _, size = taps.states.shape
             if state.ndim != 3 or state.shape[1] < rows or state.shape[2] != size:
-                raise UnsupportedModelError(
-                    self.name, f"hidden state {taps.layers[column]} has the shape {list(state.shape)}"
-                )
+                reason = f"hidden state {taps.layers[column]} has the shape {list(state.shape)}"
+                raise UnsupportedModelError(self.name, reason)
             taps.states[:, column].copy_(state[0, :rows])
             missing.discard(column)
 
         with ExitStack() as hooks:
             for column, layer in enumerate(taps.layers):
                 if layer == len(self.layers):
-                    hook = self.layers[-1].register_forward_hook(_after(record, column))
+                    hook = self.layers[-1].register_forward_hook(partial(after, column))
                 else:
-                    hook = self.layers[layer].register_forward_pre_hook(
-                        _before(record, column), with_kwargs=True
-                    )
+                    entry = partial(before, column)
+                    hook = self.layers[layer].register_forward_pre_hook(entry, with_kwargs=True)
                 hooks.callback(hook.remove)
             yield
         if missing:
             bypassed = [taps.layers[column] for column in sorted(missing)]
-            raise UnsupportedModelError(
-                self.name, f"its forward bypasses the modules of the hidden states {bypassed}"
-            )
+            reason = f"its forward bypasses the modules of the hidden states {bypassed}"
+            raise UnsupportedModelError(self.name, reason)
 
 
 def find_tap_points(loaded: LoadedModel, layout: ModelLayout) -> TapPoints | str:
@@ -79,20 +78,3 @@ def _attend_in_order(layers: nn.ModuleList, layout: ModelLayout) -> bool:
         any(layout.layer_of.get(id(module)) == index for module in layer.modules())
         for index, layer in enumerate(layers)
     )
-
-
-_Record = Callable[[int, Tensor], None]
-
-
-def _before(record: _Record, column: int) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
-    def hook(_: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
-        record(column, given[0] if given else named["hidden_states"])
-
-    return hook
-
-
-def _after(record: _Record, column: int) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(_: nn.Module, __: Any, result: Any) -> None:
-        record(column, result[0] if isinstance(result, tuple) else result)
-
-    return hook

@@ -4,101 +4,65 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+
+def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """Return the fields of a structure from groups of a type and its fields' names."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
 
 
 class MatrixWeights(Structure):
     """`gr_matrix`."""
 
-    _fields_ = (
-        ("panels", c_void_p),
-        ("scale", c_void_p),
-        ("bias", c_void_p),
-        ("kind", c_int32),
-        ("outputs", c_int32),
-        ("inputs", c_int32),
-    )
+    _fields_ = _fields((c_void_p, "panels scale bias"), (c_int32, "kind outputs inputs"))
 
 
 class LayerWeights(Structure):
     """`gr_layer`."""
 
-    _fields_ = (
-        ("qkv", MatrixWeights),
-        ("out", MatrixWeights),
-        ("gate_up", MatrixWeights),
-        ("down", MatrixWeights),
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("window", c_int32),
+    _fields_ = _fields(
+        (MatrixWeights, "qkv out gate_up down"),
+        (c_void_p, "attention_norm mlp_norm query_norm key_norm"),
+        (c_int32, "window"),
     )
 
 
 class ModelWeights(Structure):
     """`gr_model`."""
 
-    _fields_ = (
-        ("hidden", c_int32),
-        ("intermediate", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("layers", c_int32),
-        ("scaling", c_float),
-        ("norm_eps", c_float),
-        ("embedding", c_void_p),
-        ("embedding_scale", c_void_p),
-        ("last_norm", c_void_p),
-        ("head", MatrixWeights),
-        ("layer", POINTER(LayerWeights)),
-        ("is_head", c_int32),
-        ("residual_is_normed", c_int32),
-        ("state_is_normed", c_int32),
-        ("feature_norm", c_void_p),
+    _fields_ = _fields(
+        (c_int32, "hidden intermediate heads kv_heads head_dim layers"),
+        (c_float, "scaling norm_eps"),
+        (c_void_p, "embedding embedding_scale last_norm"),
+        (MatrixWeights, "head"),
+        (POINTER(LayerWeights), "layer"),
+        (c_int32, "is_head residual_is_normed state_is_normed"),
+        (c_void_p, "feature_norm"),
     )
 
 
 class SegmentArguments(Structure):
     """`gr_segment`."""
 
-    _fields_ = (
-        ("cache", c_void_p),
-        ("capacity", c_int64),
-        ("slot", c_int64),
-        ("count", c_int32),
-        ("first", c_int32),
-    )
+    _fields_ = _fields((c_void_p, "cache"), (c_int64, "capacity slot"), (c_int32, "count first"))
 
 
 class BatchArguments(Structure):
     """`gr_batch`."""
 
-    _fields_ = (
-        ("rows", c_int32),
-        ("segments", c_int32),
-        ("wanted", c_int32),
-        ("segment", c_void_p),
-        ("token", c_void_p),
-        ("position", c_void_p),
-        ("num_chain", c_void_p),
-        ("path_offset", c_void_p),
-        ("path", c_void_p),
-        ("logit_row", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("scratch", c_void_p),
-        ("logits", c_void_p),
-        ("taps", c_int32),
-        ("tap", c_void_p),
-        ("tapped", c_void_p),
-        ("feature", c_void_p),
-        ("threads", c_int32),
-        ("idle_until", c_void_p),
+    _fields_ = _fields(
+        (c_int32, "rows segments wanted"),
+        (c_void_p, "segment token position num_chain path_offset path logit_row cos sin scratch logits"),
+        (c_int32, "taps"),
+        (c_void_p, "tap tapped feature"),
+        (c_int32, "threads"),
+        (c_void_p, "idle_until"),
     )
 
 
 _MODEL, _BATCH = POINTER(ModelWeights), POINTER(BatchArguments)
+_CHAIN = (c_void_p, c_void_p, c_int64, c_void_p, c_double, POINTER(c_int32))
 _GUESSES = (c_int32, c_void_p, c_int64, c_int32, c_float, c_void_p, c_void_p)
 _FUNCTIONS = {
     "gr_panel": (c_int32,),
@@ -110,14 +74,7 @@ _FUNCTIONS = {
     "gr_forward": (None, _MODEL, _BATCH),
     "gr_map": (None, POINTER(MatrixWeights), c_int32, c_void_p, c_void_p, c_void_p, c_int32),
     "gr_map_scratch_size": (c_int64, POINTER(MatrixWeights), c_int32),
-    "gr_chain": (
-        c_int32,
-        _MODEL,
-        _BATCH,
-        *(c_void_p, c_void_p, c_int64, c_void_p),
-        c_double,
-        POINTER(c_int32),
-    ),
+    "gr_chain": (c_int32, _MODEL, _BATCH, *_CHAIN),
     "gr_philox": (None, c_uint64, c_void_p, c_int64, c_int64, c_int64, c_uint32, c_uint32, c_void_p),
 }
 """Types of the results, then of the arguments."""

@@ -52,12 +52,7 @@ class KernelBuildError(Exception):
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C compiler.
-
-    Attributes:
-        command: The command, with the options in `$CC`, if any.
-        version: First line of its `--version` output.
-    """
+    """A C compiler: its command, with the options in `$CC`, and the first line of its `--version` output."""
 
     command: tuple[str, ...]
     version: str
@@ -71,12 +66,12 @@ def find_compiler() -> Compiler | None:
         if path is None:
             continue
         try:
-            said = subprocess.run(
+            result = subprocess.run(
                 [path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
             )
         except (OSError, subprocess.SubprocessError):
             continue
-        return Compiler((path, *command[1:]), said.stdout.partition("\n")[0])
+        return Compiler((path, *command[1:]), result.stdout.partition("\n")[0])
     return None
 
 
@@ -94,11 +89,7 @@ def find_library(folder: Path, variant: str, compiler: Compiler | None = None) -
 
 
 def compile_library(folder: Path, variant: str, compiler: Compiler) -> Path:
-    """Compile a variant into a folder and return the library; the file is created atomically.
-
-    Raises:
-        KernelBuildError: The compiler failed, or the folder cannot be written to.
-    """
+    """Compile a variant into a folder, atomically, and return the library; KernelBuildError if that fails."""
     path = folder / _file_name(variant, compiler)
     try:
         folder.mkdir(parents=True, exist_ok=True)

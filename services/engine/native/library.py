@@ -36,6 +36,8 @@ from services.engine.native.build import (
 _REQUEST_TILES = 158, 0x1023, 18
 """The system call arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA) of x86-64."""
 
+MAX_GUESSES = 16
+
 _log = logging.getLogger(__name__)
 _loaded: Kernel | None = None
 _threads = 1
@@ -43,17 +45,11 @@ _threads = 1
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of this process.
+    """The kernel of this process."""
 
-    Attributes:
-        library: Its functions; None without a kernel.
-        variant: The instruction set that it was compiled for; empty without a kernel.
-        reason: Why there is no kernel; empty otherwise.
-    """
-
-    library: ctypes.CDLL | None
-    variant: str = ""
-    reason: str = ""
+    library: ctypes.CDLL | None  # its functions; None without a kernel
+    variant: str = ""  # the instruction set that it was compiled for; empty without a kernel
+    reason: str = ""  # why there is no kernel; empty otherwise
 
 
 def load_kernel() -> Kernel:
@@ -72,9 +68,9 @@ def load_kernel() -> Kernel:
 def usable_variants() -> list[str]:
     """Return the variants that this processor can run, the fastest one first."""
     capability = torch.backends.cpu.get_cpu_capability()
-    found = [AMX] if capability == "AVX512" and _has_tiles() else []
-    found += {"AVX512": ["x86-64-v4", "x86-64-v3"], "AVX2": ["x86-64-v3"]}.get(capability, [])
-    return [*found, BASELINE]
+    tiles = [AMX] if capability == "AVX512" and _has_tiles() else []
+    vectors = {"AVX512": ["x86-64-v4", "x86-64-v3"], "AVX2": ["x86-64-v3"]}.get(capability, [])
+    return [*tiles, *vectors, BASELINE]
 
 
 @functools.cache
@@ -91,7 +87,7 @@ def use_threads(count: int) -> None:
     """Let the kernel compute on `count` threads of this process, and torch on one.
 
     After an operation torch's threads spin for milliseconds before they sleep, on cores that the kernel's
-    threads need; what torch computes beside the kernel is small.
+    threads need; torch computes little apart from the kernel.
     """
     global _threads
     _threads = count
@@ -104,13 +100,7 @@ def kernel_threads() -> int:
 
 
 def open_kernel(variant: str, cache_dir: str = "") -> Kernel:
-    """Find or compile one variant of the kernel.
-
-    Args:
-        variant: One of `usable_variants()`.
-        cache_dir: Folder of compiled kernels; empty: gammaray/kernel in the user's cache folder, which
-            XDG_CACHE_HOME names.
-    """
+    """Find or compile a kernel in a folder; "": gammaray/kernel in the cache folder, see XDG_CACHE_HOME."""
     try:
         return Kernel(declare(ctypes.CDLL(str(_library(variant, cache_dir)))), variant)
     except KernelBuildError as error:
@@ -120,11 +110,12 @@ def open_kernel(variant: str, cache_dir: str = "") -> Kernel:
 
 
 def _library(variant: str, cache_dir: str) -> Path:
-    """Return the path of a library."""
     shipped = find_library(SOURCE_DIR, variant)
     if shipped is not None:
         return shipped
-    folder, compiler = _cache_folder(cache_dir), find_compiler()
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(cache_dir) if cache_dir else Path(base) / "gammaray" / "kernel"
+    compiler = find_compiler()
     cached = find_library(folder, variant, compiler)
     if cached is not None:
         return cached
@@ -151,16 +142,6 @@ def _compiled(folder: Path, variant: str, compiler: Compiler) -> Path:
     return path
 
 
-def _cache_folder(cache_dir: str) -> Path:
-    if cache_dir:
-        return Path(cache_dir)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "gammaray" / "kernel"
-
-
-MAX_GUESSES = 16
-
-
 def top_k_tokens(scores: Tensor, count: int, temperature: float) -> list[tuple[int, float]]:
     """Return the tokens with the largest scores and their shares of sum exp(score / temperature), best first.
 
@@ -171,15 +152,11 @@ def top_k_tokens(scores: Tensor, count: int, temperature: float) -> list[tuple[i
     """
     library = load_kernel().library if scores.is_cpu and scores.is_contiguous() else None
     if library is None:
-        return _by_torch(scores, min(count, scores.shape[0]), temperature)
+        best, token_ids = scores.topk(min(count, scores.shape[0]))
+        total = ((scores - best[0]) / temperature).exp_().sum()
+        masses = ((best - best[0]) / temperature).exp_() / total
+        return list(zip(token_ids.tolist(), masses.tolist(), strict=True))
     function = library.gr_guesses_float64 if scores.dtype == torch.float64 else library.gr_guesses_float32
     indices, shares = (ctypes.c_int32 * count)(), (ctypes.c_float * count)()
-    found = function(scores.data_ptr(), scores.shape[0], count, temperature, indices, shares)
-    return list(zip(indices[:found], shares[:found], strict=True))
-
-
-def _by_torch(scores: Tensor, count: int, temperature: float) -> list[tuple[int, float]]:
-    best, token_ids = scores.topk(count)
-    total = ((scores - best[0]) / temperature).exp_().sum()
-    shares = ((best - best[0]) / temperature).exp_() / total
-    return list(zip(token_ids.tolist(), shares.tolist(), strict=True))
+    num_tokens = function(scores.data_ptr(), scores.shape[0], count, temperature, indices, shares)
+    return list(zip(indices[:num_tokens], shares[:num_tokens], strict=True))

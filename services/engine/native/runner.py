@@ -43,25 +43,8 @@ class NativeRunner(Runner):
         return logits
 
     def chain(
-        self,
-        batch: Batch,
-        noise: Tensor | None,
-        scale: float,
-        stop: c_int32,
-        target_ids: Tensor | None = None,
+        self, batch: Batch, noise: Tensor | None, scale: float, stop: c_int32, target_ids: Tensor | None
     ) -> tuple[list[int], Tensor]:
-        """Feed a chain, then one by one the token with the largest score after the last.
-
-        See `Engine.chain`.
-
-        Args:
-            batch: One chain; the tokens after the first one with logits are not used.
-            noise: [rows with logits, vocab_size] float64, added to the logits times `scale`; None for the
-                logits alone.
-            scale: One over the temperature.
-            stop: If another thread sets it, the chain ends after the current forward.
-            target_ids: int32 [logits of a row]: the token of each logit; None: all, in order.
-        """
         threads = kernel_threads()
         self._make_room(batch.num_first, max(batch.positions), threads)
         noise = None if noise is None else noise.contiguous()  # for some vocabulary sizes the rows are padded
@@ -98,9 +81,8 @@ class NativeRunner(Runner):
         )
         layers = () if batch.taps is None else batch.taps.layers
         # One array for all integers: few calls, and one owner to keep alive until the kernel returns.
-        numbers = np.fromiter(
-            chain(batch.token_ids, batch.positions, num_chain, offsets, wanted, path, layers), dtype=np.int32
-        )
+        parts = chain(batch.token_ids, batch.positions, num_chain, offsets, wanted, path, layers)
+        numbers = np.fromiter(parts, dtype=np.int32)
         at = numbers.ctypes.data
         arguments = BatchArguments(
             rows,
@@ -136,15 +118,9 @@ class NativeRunner(Runner):
 
 
 def _paths(batch: Batch) -> tuple[list[int], list[int], list[int]]:
-    """Return the slots of each row's path.
-
-    Returns:
-        Per row, how many of its positions are in the slots of the same number; per row, where in the third
-        list its further slots begin; those slots.
-    """
-    num_chain: list[int] = []
-    offsets: list[int] = []
-    path: list[int] = []
+    # Per row: how many of its positions are in the slots of the same number, and where in `path` its further
+    # slots begin.
+    num_chain, offsets, path = list[int](), list[int](), list[int]()
     for segment in batch.segments:
         num_nodes = len(segment.parents or ())
         first_node = segment.num_kept - (segment.count - num_nodes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass
 class NativeModel:
-    """A model, laid out for the kernel.
-
-    Attributes:
-        weights: The kernel's structure; points into `kept`.
-        max_context: Positions lie below it.
-        kept: Owners of the memory that `weights` points to.
-    """
+    """A model, laid out for the kernel: `kept` owns the memory that its structure `weights` points to."""
 
     kernel: ctypes.CDLL
     weights: ModelWeights
@@ -98,12 +92,14 @@ def build_native(
     config, body, parts = loaded.config, loaded.llama, _layers(loaded)
     attention = parts[0].self_attn
     embedding, output = embeddings(loaded.module)
-    model = NativeModel(
-        library, ModelWeights(), vocab_size, attention.head_dim, body.rotary_emb, loaded.max_context
-    )
+    head_dim, rotary = attention.head_dim, body.rotary_emb
+    model = NativeModel(library, ModelWeights(), vocab_size, head_dim, rotary, loaded.max_context)
     packer = Packer(library, model.kept, quantised or {})
     layers = (LayerWeights * len(windows))(
-        *(_layer(packer, layer, window) for layer, window in zip(parts, windows, strict=True))
+        *(
+            packer.layer(layer, head_norms(layer.self_attn), window)
+            for layer, window in zip(parts, windows, strict=True)
+        )
     )
     model.kept.append(layers)
     weights = model.weights
@@ -120,40 +116,35 @@ def build_native(
 
 
 def check_layout(name: str, model: NativeModel) -> None:
-    """Check the sizes that the kernel takes on trust against each other; call it before the first forward.
-
-    Raises:
-        InvalidModelError: The kernel would divide by zero or read past a matrix.
-    """
-    made = model.weights
+    """Raise InvalidModelError if the kernel would divide by zero or read past a matrix."""
+    weights = model.weights
     sizes = {
-        "hidden_size": made.hidden,
-        "intermediate_size": made.intermediate,
-        "num_attention_heads": made.heads,
-        "num_key_value_heads": made.kv_heads,
-        "num_hidden_layers": made.layers,
+        "hidden_size": weights.hidden,
+        "intermediate_size": weights.intermediate,
+        "num_attention_heads": weights.heads,
+        "num_key_value_heads": weights.kv_heads,
+        "num_hidden_layers": weights.layers,
     }
-    check_fields(name, {**sizes, "scaling": made.scaling})
-    check_head_dim(name, made.head_dim)
-    check_rotary(name, model.rotary, made.head_dim)
-    mixed = made.heads * made.head_dim
-    projected = mixed + 2 * made.kv_heads * made.head_dim
-    entering = made.hidden * (2 if made.is_head else 1)
-    matrices = [("head", made.head, made.head.outputs, made.hidden)]
-    for number in range(made.layers):
-        layer = made.layer[number]
+    check_fields(name, {**sizes, "scaling": weights.scaling})
+    check_head_dim(name, weights.head_dim)
+    check_rotary(name, model.rotary, weights.head_dim)
+    mixed = weights.heads * weights.head_dim
+    projected = mixed + 2 * weights.kv_heads * weights.head_dim
+    entering = weights.hidden * (2 if weights.is_head else 1)
+    matrices = [("head", weights.head, weights.head.outputs, weights.hidden)]
+    for number in range(weights.layers):
+        layer = weights.layer[number]
         matrices += [
             (f"layer {number}: query, key, value", layer.qkv, projected, entering),
-            (f"layer {number}: output", layer.out, made.hidden, mixed),
-            (f"layer {number}: gate, up", layer.gate_up, 2 * made.intermediate, made.hidden),
-            (f"layer {number}: down", layer.down, made.hidden, made.intermediate),
+            (f"layer {number}: output", layer.out, weights.hidden, mixed),
+            (f"layer {number}: gate, up", layer.gate_up, 2 * weights.intermediate, weights.hidden),
+            (f"layer {number}: down", layer.down, weights.hidden, weights.intermediate),
         ]
     for part, matrix, outputs, inputs in matrices:
         got = [matrix.outputs, matrix.inputs]
         if got != [outputs, inputs]:
-            raise InvalidModelError(
-                name, weights_file(name), part, f"the shape {got}", f"{[outputs, inputs]}"
-            )
+            shape = f"the shape {got}"
+            raise InvalidModelError(name, weights_file(name), part, shape, f"{[outputs, inputs]}")
 
 
 def pack_panels(weight: Tensor, panel: int, lanes: int, tile_inputs: int = 0) -> Tensor:
@@ -187,17 +178,11 @@ def _panels(weight: Tensor, panel: int) -> Tensor:
 
 @dataclass
 class Packer:
-    """Lays out tensors for the kernel.
+    """Lays out tensors for the kernel."""
 
-    Attributes:
-        library: The kernel's.
-        kept: Receives the owners of the memory.
-        quantised: The quantised matrices, if any: all of the model, see `quantised_matrices`.
-    """
-
-    library: ctypes.CDLL
-    kept: list[object]
-    quantised: Mapping[int, QuantisedMatrix]
+    library: ctypes.CDLL  # the kernel's
+    kept: list[object]  # receives the owners of the memory
+    quantised: Mapping[int, QuantisedMatrix]  # all matrices, see `quantised_matrices`, or none
 
     def vector(self, values: Tensor | None) -> int | None:
         """Address of a float32 copy."""
@@ -215,9 +200,25 @@ class Packer:
         self.kept.append(matrix.values)
         return matrix.values.data_ptr(), self.vector(matrix.scales)
 
+    def layer(self, layer: Any, norms: tuple[Tensor, Tensor] | None, window: int | None) -> LayerWeights:
+        """Lay out a layer with Llama's names, and the norms of its query and key heads."""
+        attention, mlp = layer.self_attn, layer.mlp
+        query_norm, key_norm = norms or (None, None)
+        return LayerWeights(
+            self.maps(attention.q_proj, attention.k_proj, attention.v_proj),
+            self.maps(attention.o_proj),
+            self.maps(mlp.gate_proj, mlp.up_proj),
+            self.maps(mlp.down_proj),
+            self.vector(layer.input_layernorm.weight),
+            self.vector(layer.post_attention_layernorm.weight),
+            self.vector(query_norm),
+            self.vector(key_norm),
+            window or 0,
+        )
+
     def maps(self, *maps: nn.Linear) -> MatrixWeights:
         """Concatenate the outputs of several linear maps into one."""
-        return self.matrix([(one.weight, one.bias) for one in maps])
+        return self.matrix([(linear.weight, linear.bias) for linear in maps])
 
     def matrix(self, parts: Sequence[tuple[Tensor, Tensor | None]]) -> MatrixWeights:
         """Concatenate the outputs of several matrices into one."""
@@ -232,29 +233,11 @@ class Packer:
         self.kept.append(panels)
         bias = None
         if any(part is not None for _, part in parts):
-            bias = torch.cat(
-                [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
-            )
-        return MatrixWeights(
-            panels.data_ptr(), scale, self.vector(bias), _KINDS[panels.dtype], outputs, inputs
-        )
+            biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
+            bias = torch.cat(biases)
+        kind = _KINDS[panels.dtype]
+        return MatrixWeights(panels.data_ptr(), scale, self.vector(bias), kind, outputs, inputs)
 
 
 def _layers(loaded: LoadedModel) -> Sequence[LlamaDecoderLayer]:
     return cast("Sequence[LlamaDecoderLayer]", loaded.llama.layers)
-
-
-def _layer(packer: Packer, layer: LlamaDecoderLayer, window: int | None) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    query_norm, key_norm = head_norms(attention) or (None, None)
-    return LayerWeights(
-        packer.maps(attention.q_proj, attention.k_proj, attention.v_proj),
-        packer.maps(attention.o_proj),
-        packer.maps(mlp.gate_proj, mlp.up_proj),
-        packer.maps(mlp.down_proj),
-        packer.vector(layer.input_layernorm.weight),
-        packer.vector(layer.post_attention_layernorm.weight),
-        packer.vector(query_norm),
-        packer.vector(key_norm),
-        window or 0,
-    )

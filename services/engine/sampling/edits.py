@@ -77,9 +77,9 @@ class LogitEdits:
         self._mask = _Mask(params, eos, vocab_size, device)
         self._bias = _Bias(params, vocab_size, device) if params.logit_bias else None
         self._eos = None if eos is None else torch.from_numpy(eos).to(device)
-        self._penalties = (
-            _Penalties(params, prompt_length, vocab_size, device) if _has_penalties(params) else None
-        )
+        self._penalties: _Penalties | None = None
+        if _has_penalties(params):
+            self._penalties = _Penalties(params, prompt_length, vocab_size, device)
         self._num_tokens = 0
 
     @staticmethod
@@ -117,11 +117,7 @@ class LogitEdits:
                 self._grammar.state.truncate(max(0, self._num_tokens - self._prompt_length))
 
     def prepare(self, paths: Sequence[Sequence[int]]) -> None:
-        """Compute what the next `apply` for these paths needs, except for the logits; in any one thread.
-
-        Raises:
-            InvalidArgumentError: The grammar is too complex.
-        """
+        """Compute the next `apply`'s masks in any one thread; InvalidArgumentError for a complex grammar."""
         if self._grammar is not None:
             self._grammar.prepare(paths)
 
@@ -154,8 +150,6 @@ class LogitEdits:
 
 
 class _Grammar:
-    """Masks by a grammar, for one row after another."""
-
     def __init__(
         self, state: GrammarState, eos_token_ids: Sequence[int], vocab_size: int, device: torch.device | str
     ) -> None:
@@ -261,11 +255,7 @@ class _Bias:
 
 
 class _Penalties:
-    """Penalties, which tokens the prompt contains, and how often the output contains each.
-
-    One column per token that occurred, in order of the ids; if many did, one column per token of the
-    vocabulary, and `_token_ids` is None.
-    """
+    """Penalties, which tokens the prompt contains, and how often the output contains each."""
 
     def __init__(
         self, params: SamplingParams, prompt_length: int, vocab_size: int, device: torch.device | str
@@ -279,13 +269,13 @@ class _Penalties:
     def _clear(self) -> None:
         self._num_prompt = 0
         self._output: list[int] = []
+        # One column per token that occurred, in order of the ids; None if many did: one per token.
         self._token_ids: NDArray[np.int64] | None = np.empty(0, np.int64)
         self._in_prompt = np.empty(0, np.bool_)
         self._counts = np.empty(0, np.float32)
         self._factors = np.empty(0, np.float32)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Count tokens that follow those counted so far."""
         num_prompt = max(0, min(len(tokens), self._prompt_length - self._num_prompt))
         prompt, output = tokens[:num_prompt], tokens[num_prompt:]
         if prompt and self._params.repetition_penalty != 1:  # the other penalties count only the output
@@ -349,12 +339,12 @@ class _Penalties:
         columns = np.fromiter(chain.from_iterable(paths), np.int64, total)
         rows = np.repeat(np.arange(len(paths)), lengths)
         if token_ids is not None:
-            found, inverse = np.unique(columns, return_inverse=True)
-            places, is_new = _places(token_ids, found)
+            distinct, inverse = np.unique(columns, return_inverse=True)
+            places, is_new = _places(token_ids, distinct)
             num_new = int(is_new.sum())
             places[is_new] = len(token_ids) + np.arange(num_new)
             columns = places[inverse]
-            token_ids = np.concatenate([token_ids, found[is_new]])
+            token_ids = np.concatenate([token_ids, distinct[is_new]])
             counts = np.concatenate([counts, np.zeros(num_new, np.float32)])
             factors = np.concatenate([factors, np.ones(num_new, np.float32)])
         counts, factors = np.tile(counts, (len(paths), 1)), np.tile(factors, (len(paths), 1))
@@ -365,21 +355,21 @@ class _Penalties:
 
     def _columns(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the columns of the distinct tokens, creating missing ones, and how often each occurs."""
-        found, amounts = np.unique(_array(tokens), return_counts=True)
+        distinct, amounts = np.unique(_array(tokens), return_counts=True)
         if self._token_ids is None:
-            return found, amounts
-        places, is_new = _places(self._token_ids, found)
+            return distinct, amounts
+        places, is_new = _places(self._token_ids, distinct)
         if not is_new.any():
             return places, amounts
         at = places[is_new]
-        self._token_ids = np.insert(self._token_ids, at, found[is_new])
+        self._token_ids = np.insert(self._token_ids, at, distinct[is_new])
         self._in_prompt = np.insert(self._in_prompt, at, False)
         self._counts = np.insert(self._counts, at, 0)
         self._factors = np.insert(self._factors, at, 1)
         if len(self._token_ids) <= self._vocab_size * _WIDE_SHARE:
-            return np.searchsorted(self._token_ids, found), amounts
+            return np.searchsorted(self._token_ids, distinct), amounts
         self._widen(self._token_ids)
-        return found, amounts
+        return distinct, amounts
 
     def _widen(self, token_ids: NDArray[np.int64]) -> None:
         """Switch to a column per token of the vocabulary."""
@@ -393,13 +383,13 @@ class _Penalties:
 
 
 def _places(
-    token_ids: NDArray[np.int64], found: NDArray[np.int64]
+    token_ids: NDArray[np.int64], distinct: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the indices at which `found` are or belong in the sorted `token_ids`, and which are missing."""
-    places = np.searchsorted(token_ids, found)
-    is_new = np.ones(len(found), np.bool_)
+    """Return where the `distinct` ids are or belong in the sorted `token_ids`, and which are missing."""
+    places = np.searchsorted(token_ids, distinct)
+    is_new = np.ones(len(distinct), np.bool_)
     inside = places < len(token_ids)
-    is_new[inside] = token_ids[places[inside]] != found[inside]
+    is_new[inside] = token_ids[places[inside]] != distinct[inside]
     return places, is_new
 
 

@@ -68,13 +68,11 @@ def processed_log_probs(
 
 
 def filter_key(params: SamplingParams) -> tuple[float, ...]:
-    """Return what the processed distribution depends on beside logits and edits; equal ones share a call."""
+    """Return what a processed distribution depends on except logits and edits; equal ones share a call."""
     return params.temperature, params.top_k, params.top_p, params.min_p
 
 
-def edited_logits(
-    logits: Tensor, edits: LogitEdits | None = None, paths: Sequence[Sequence[int]] = ()
-) -> Tensor:
+def edited_logits(logits: Tensor, edits: LogitEdits | None, paths: Sequence[Sequence[int]]) -> Tensor:
     """Return the logits after masks, bias and penalties, the first half of `processed_log_probs`.
 
     At temperature 0 only their best token counts, the lowest id on ties.
@@ -113,10 +111,7 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _likeliest(logits: Tensor, most: Tensor, top_p: float) -> Tensor:
-    """Return the largest logits of each row in descending order, the first of which is `most`.
-
-    Usually they contain the nucleus. Shorter rows end with -inf, which has no mass.
-    """
+    """Return the largest logits of each row, `most` first, then -inf; usually they contain the nucleus."""
     if logits.device.type != "cpu":
         return logits.topk(min(_USUAL_NUCLEUS, logits.shape[-1]), dim=-1).values
     if logits.numel() <= _FEW_LOGITS:
@@ -151,10 +146,7 @@ def _mass(logits: Tensor, most: Tensor) -> Tensor:
 
 
 def _keep_down_to(logits: Tensor, last: Tensor, num_kept: Tensor) -> Tensor:
-    """Keep the largest logits, as many as `num_kept`, the last of which is `last`; both [rows, 1].
-
-    Of equal ones those of lowest id are kept.
-    """
+    """Keep the `num_kept` largest logits, down to `last`, both [rows, 1]; of equal ones the lowest ids."""
     # NaN is below nothing, so that it stays and is detected.
     is_dropped = logits < last
     if not is_dropped.is_cpu or is_dropped.count_nonzero() < (logits.shape[-1] - num_kept).sum():

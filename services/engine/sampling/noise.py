@@ -25,6 +25,10 @@ computes only the positions by which it advances; the cache is bounded in bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -151,8 +155,10 @@ class Noise:
         token_ids: Tensor | None = None,
     ) -> None:
         self.seed, self.sample_index = seed, sample_index
-        self._shared = _GumbelRows(seed, sample_index, SHARED, vocab_size, device, token_ids)
-        self._residual = _GumbelRows(seed, sample_index, INDEPENDENT, vocab_size, device, token_ids)
+        sizes: dict[str, Any] = {"vocab_size": vocab_size, "device": device, "token_ids": token_ids}
+        compute = partial(exponential, seed, sample_index=sample_index, **sizes)
+        self._shared = _GumbelRows(partial(compute, stream=SHARED), vocab_size)
+        self._residual = _GumbelRows(partial(compute, stream=INDEPENDENT), vocab_size)
 
     @property
     def num_bytes(self) -> int:
@@ -196,19 +202,10 @@ class Noise:
 
 
 class _GumbelRows:
-    """Rows of one stream, computed in blocks of positions and cached up to a number of bytes."""
+    """Rows of one stream, from `compute(start, count)` in blocks of positions, which are cached."""
 
-    def __init__(
-        self,
-        seed: int,
-        sample_index: int,
-        stream: int,
-        vocab_size: int,
-        device: torch.device | str,
-        token_ids: Tensor | None,
-    ) -> None:
-        self._seed, self._sample_index, self._stream = seed, sample_index, stream
-        self._vocab_size, self._device, self._token_ids = vocab_size, device, token_ids
+    def __init__(self, compute: Callable[[int, int], Tensor], vocab_size: int) -> None:
+        self._compute = compute
         kept_rows = max(1, _CACHE_BYTES // (8 * vocab_size))
         self._block_rows = min(_MAX_BLOCK_ROWS, max(1, kept_rows // 4))
         self._max_blocks = min(4, max(1, kept_rows // self._block_rows))
@@ -236,16 +233,7 @@ class _GumbelRows:
         block = self._blocks.pop(index, None)
         if block is None:
             assert self._origin is not None
-            block = exponential(
-                self._seed,
-                self._origin + index * self._block_rows,
-                self._block_rows,
-                self._vocab_size,
-                sample_index=self._sample_index,
-                stream=self._stream,
-                device=self._device,
-                token_ids=self._token_ids,
-            )
+            block = self._compute(self._origin + index * self._block_rows, self._block_rows)
             block.log_().neg_()
         self._blocks[index] = block
         return block

@@ -50,20 +50,12 @@ _SHARE_WITH_PASSAGE = 0.3
 
 @dataclass(frozen=True)
 class Job:
-    """One answer to generate.
+    """One answer to generate."""
 
-    Attributes:
-        number: Its number; equal numbers mean the same prompt and temperature.
-        prompt: Token ids before what the target writes.
-        turn_end: None: the prompt is complete. Else the target first writes the rest of the user's turn,
-            which these ids end.
-        temperature: Of the answer; 0 is greedy.
-    """
-
-    number: int
-    prompt: list[int]
-    turn_end: list[int] | None
-    temperature: float
+    number: int  # equal numbers mean the same prompt and temperature
+    prompt: list[int]  # token ids before what the target writes
+    turn_end: list[int] | None  # end of the user's turn, of which the target writes the rest; None: complete
+    temperature: float  # of the answer; 0 is greedy
 
 
 class Turns:
@@ -101,9 +93,8 @@ class Turns:
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            render = self._tokenizer.apply_chat_template
+            text: str = render(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # jinja's errors, and whatever a template raises
             raise FailedPreconditionError(f"the target's chat template fails: {error}") from error
         return text

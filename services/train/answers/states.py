@@ -17,7 +17,7 @@ from services.train.answers.store import Sequence, disk
 
 
 class StateStore:
-    """The states that enter some layers of a target, in a folder beside the answers.
+    """The states that enter some layers of a target, in a folder next to the answers.
 
     It has a folder for these layers, with JOB.npy for each answer: bfloat16 [tokens, taps, hidden_size], as
     int16.
@@ -38,41 +38,42 @@ class StateStore:
 
     def of(self, sequences: Items[Sequence]) -> list[Tensor]:
         """Return the states of sequences, bfloat16 [tokens, taps, hidden_size]."""
-        if missing := [one for one in sequences if not self._path(one).exists()]:
+        if missing := [sequence for sequence in sequences if not self._path(sequence).exists()]:
             self._compute(missing)
-        return [torch.from_numpy(np.load(self._path(one))).view(torch.bfloat16) for one in sequences]
+        arrays = [np.load(self._path(sequence)) for sequence in sequences]
+        return [torch.from_numpy(array).view(torch.bfloat16) for array in arrays]
 
     def _path(self, sequence: Sequence) -> Path:
         return self._folder / f"{sequence.number}.npy"
 
     @torch.no_grad()
     def _compute(self, sequences: Items[Sequence]) -> None:
-        width = max(len(one.token_ids) for one in sequences)
+        width = max(len(sequence.token_ids) for sequence in sequences)
         token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
-        for row, one in zip(token_ids, sequences, strict=True):
-            row[: len(one.token_ids)] = torch.from_numpy(one.token_ids.astype("int64"))
-        found: dict[int, Tensor] = {}
+        for row, sequence in zip(token_ids, sequences, strict=True):
+            row[: len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids.astype("int64"))
+        states_of: dict[int, Tensor] = {}
         hooks = [
-            module.register_forward_pre_hook(recorder(found, tap), with_kwargs=True)
+            module.register_forward_pre_hook(recorder(states_of, tap), with_kwargs=True)
             for tap, module in self._tapped
         ]
         try:
-            # Padding is behind the text, where a causal model does not look.
+            # Padding follows the text, to which a causal model does not attend.
             self._decoder(token_ids.to(next(self._decoder.parameters()).device), use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        states = torch.stack([found[tap] for tap, _ in self._tapped], dim=2).to("cpu", torch.bfloat16)
+        states = torch.stack([states_of[tap] for tap, _ in self._tapped], dim=2).to("cpu", torch.bfloat16)
         with disk(self._folder):
-            for one, rows in zip(sequences, states, strict=True):
-                with replacing(self._path(one)) as path, path.open("wb") as file:
-                    np.save(file, rows[: len(one.token_ids)].view(torch.int16).numpy())
+            for sequence, rows in zip(sequences, states, strict=True):
+                with replacing(self._path(sequence)) as path, path.open("wb") as file:
+                    np.save(file, rows[: len(sequence.token_ids)].view(torch.int16).numpy())
 
 
-def recorder(found: dict[int, Tensor], tap: int) -> Callable[..., None]:
+def recorder(states: dict[int, Tensor], tap: int) -> Callable[..., None]:
     """Return a hook that records what enters a module as the state of `tap`."""
 
-    def record(_module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        found[tap] = given[0] if given else named["hidden_states"]
+    def record(_module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        states[tap] = positional[0] if positional else named["hidden_states"]
 
     return record

@@ -28,22 +28,14 @@ TOP_K = 32
 
 @dataclass(frozen=True)
 class Sequence:
-    """A prompt and its answer.
+    """A prompt and its answer."""
 
-    Attributes:
-        token_ids: Prompt, then answer, int32 [tokens].
-        num_prompt: Length of the prompt; at least 1.
-        temperature: At which the answer was drawn; 0 is greedy.
-        top_ids: Per answer token, the most likely ids at its place [answer tokens, top_k].
-        top_logs: Their log-probabilities at temperature 1, float16 [answer tokens, top_k].
-    """
-
-    token_ids: _Array
-    num_prompt: int
-    temperature: float
-    top_ids: _Array
-    top_logs: _Array
-    number: int = 0
+    token_ids: _Array  # prompt, then answer, int32 [tokens]
+    num_prompt: int  # length of the prompt; at least 1
+    temperature: float  # at which the answer was drawn; 0 is greedy
+    top_ids: _Array  # per answer token, the most likely ids at its place [answer tokens, top_k]
+    top_logs: _Array  # their log-probabilities at temperature 1, float16 [answer tokens, top_k]
+    number: int = 0  # of its job
 
     @property
     def num_answer(self) -> int:
@@ -113,14 +105,12 @@ def check_meta(path: Path, meta: dict[str, str]) -> None:
     if not path.exists():
         write_json(path, meta)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        stored = None
+    if not isinstance(stored, dict):
         raise FailedPreconditionError(f"{path} is damaged: delete {path.parent} to begin again")
     for key, value in meta.items():
-        if found.get(key) != value:
-            raise FailedPreconditionError(
-                f"{path} says {key} {found.get(key)!r}, not {value!r}: use another --work, or delete "
-                f"{path.parent}"
-            )
+        if stored.get(key) != value:
+            mismatch = f"{path} says {key} {stored.get(key)!r}, not {value!r}"
+            raise FailedPreconditionError(f"{mismatch}: use another --work, or delete {path.parent}")

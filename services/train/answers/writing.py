@@ -30,8 +30,6 @@ _PREFILL_TOKENS = 1024
 
 @dataclass
 class _Running:
-    """An answer in progress."""
-
     job: Job
     token_ids: list[int]
     fed: int = 0
@@ -46,17 +44,11 @@ class _Running:
 
     @property
     def in_turn(self) -> bool:
-        """Whether the target is writing the user's turn."""
         return self.num_prompt == 0
 
 
 class Writer:
-    """Generates the answers of jobs that are not stored yet and appends them to a store.
-
-    Args:
-        eos_token_ids: Tokens that end an answer or a user's turn.
-        passages: Where the texts of finished answers go.
-    """
+    """Generates the answers of jobs that are not stored yet; their texts become `passages`."""
 
     def __init__(
         self,
@@ -115,9 +107,8 @@ class Writer:
             added += len(job.prompt)
 
     def _step(self) -> None:
-        rows = torch.cat(
-            self._engine.step([SequenceInput(r.name, r.fed, r.token_ids[r.fed :], 1) for r in self._running])
-        )
+        feeds = [SequenceInput(r.name, r.fed, r.token_ids[r.fed :], 1) for r in self._running]
+        rows = torch.cat(self._engine.step(feeds))
         total = rows.logsumexp(-1)
         top = rows.topk(min(TOP_K, rows.shape[-1]), -1)
         drawn = top.indices[:, 0].clone()
@@ -126,58 +117,49 @@ class Writer:
         if len(hot):
             cumulative = (rows[hot] / heat[hot, None].to(rows.device)).softmax(-1).cumsum(-1)
             uniform = torch.rand(len(hot), 1, generator=self._random).to(rows.device)
-            found = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]
-            drawn[hot] = found.clamp_max(rows.size(1) - 1)
+            places = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]
+            drawn[hot] = places.clamp_max(rows.size(1) - 1)
         ids, logs = top.indices.int().cpu(), (top.values - total[:, None]).half().cpu()
-        running = self._running
-        self._running = []
-        for row, (one, token) in enumerate(zip(running, drawn.tolist(), strict=True)):
-            one.fed = len(one.token_ids)
-            ended = self._turn(one, token) if one.in_turn else self._answer(one, token, ids[row], logs[row])
-            if ended:
-                self._engine.release(one.name)
+        running, self._running = self._running, []
+        for row, (text, token) in enumerate(zip(running, drawn.tolist(), strict=True)):
+            text.fed = len(text.token_ids)
+            if text.in_turn:
+                ended = self._turn(text, token)
             else:
-                self._running.append(one)
+                ended = self._answer(text, token, ids[row], logs[row])
+            if ended:
+                self._engine.release(text.name)
+            else:
+                self._running.append(text)
 
-    def _turn(self, one: _Running, token: int) -> bool:
+    def _turn(self, text: _Running, token: int) -> bool:
         """Continue the user's turn; return whether the job ends without an answer."""
-        end = one.job.turn_end
+        end = text.job.turn_end
         assert end is not None
-        one.turn_tokens += 1
+        text.turn_tokens += 1
         if token in self._eos or token == end[0]:
-            if one.turn_tokens <= _MIN_TURN_TOKENS and not one.job.prompt:
+            if text.turn_tokens <= _MIN_TURN_TOKENS and not text.job.prompt:
                 return True
         else:
-            one.token_ids.append(token)
-            if one.turn_tokens < _MAX_TURN_TOKENS:
+            text.token_ids.append(token)
+            if text.turn_tokens < _MAX_TURN_TOKENS:
                 return False
-        one.token_ids += end
-        one.num_prompt = len(one.token_ids)
+        text.token_ids += end
+        text.num_prompt = len(text.token_ids)
         return False
 
-    def _answer(self, one: _Running, token: int, ids: Tensor, logs: Tensor) -> bool:
+    def _answer(self, text: _Running, token: int, ids: Tensor, logs: Tensor) -> bool:
         """Add a token; return whether the answer is complete, after storing it."""
-        one.token_ids.append(token)
-        one.top_ids.append(ids)
-        one.top_logs.append(logs)
-        length = len(one.top_ids)
+        text.token_ids.append(token)
+        text.top_ids.append(ids)
+        text.top_logs.append(logs)
+        length, job = len(text.top_ids), text.job
         if token not in self._eos and length < self._task.max_tokens:
             return False
         if length >= _MIN_ANSWER_TOKENS:
-            self._store.append(_sequence(one))
-            self._passages.add(self._tokenizer.decode(one.token_ids[one.num_prompt : -1]))
+            token_ids = np.array(text.token_ids, dtype=np.int32)
+            top_ids, top_logs = (torch.stack(rows).numpy() for rows in (text.top_ids, text.top_logs))
+            answer = Sequence(token_ids, text.num_prompt, job.temperature, top_ids, top_logs, job.number)
+            self._store.append(answer)
+            self._passages.add(self._tokenizer.decode(text.token_ids[text.num_prompt : -1]))
         return True
-
-
-def _sequence(one: _Running) -> Sequence:
-    def stacked(rows: list[Tensor]) -> Any:
-        return torch.stack(rows).numpy()
-
-    return Sequence(
-        np.array(one.token_ids, dtype=np.int32),
-        one.num_prompt,
-        one.job.temperature,
-        stacked(one.top_ids),
-        stacked(one.top_logs),
-        one.job.number,
-    )

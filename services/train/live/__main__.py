@@ -46,11 +46,7 @@ def _learn(folder: Path, target: str, drafter: str, parent: int) -> None:
 
 
 def train_until(
-    stopped: Callable[[], bool],
-    wait: Callable[[float], object],
-    folder: Path,
-    target: str,
-    drafter: str,
+    stopped: Callable[[], bool], wait: Callable[[float], object], folder: Path, target: str, drafter: str
 ) -> None:
     """Train the drafters of a folder, unless another process does."""
     # Imported late: at idle priority it may take minutes, in which the worker may end.

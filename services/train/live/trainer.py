@@ -68,12 +68,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Training:
-    """A drafter between rounds.
-
-    Attributes:
-        parent: The version that it began with.
-        tenants: Whose streams it was trained on, with those of its parent, and the numbers of their consents.
-    """
+    """A drafter between rounds, its parent version, and the consents of the tenants that both learnt from."""
 
     parent: int
     drafter: Trainable
@@ -130,23 +125,23 @@ class Trainer:
 
     def _drop_withdrawn(self, consents: Consents) -> None:
         self._trainings = {n: one for n, one in self._trainings.items() if consents.covers(one.tenants)}
-        self._records = {path: one for path, one in self._records.items() if path.exists()}
+        self._records = {path: record for path, record in self._records.items() if path.exists()}
 
     def _wait_of(self, store: DrafterFolder, consents: Consents) -> tuple[str, int, list[Path]]:
         """Return what a drafter waits for, how many new tokens it may be trained on, and its streams."""
-        name, found, tenants = store.path.name, store.read(), consents.drafters().get(store.path.name, ())
+        name, state, tenants = store.path.name, store.read(), consents.drafters().get(store.path.name, ())
         streams = sorted(
-            (one.name, one.path)
-            for one in stored_streams(store.path / "records")
-            if one.name and one.name.tenant in tenants and one.path.suffix == ".npz"
+            (stream.name, stream.path)
+            for stream in stored_streams(store.path / "records")
+            if stream.name and stream.name.tenant in tenants and stream.path.suffix == ".npz"
         )
         files = [path for _, path in streams]
-        if found.candidate is not None:
-            return f"version {found.candidate} is compared with version {found.stable}", 0, files
-        if found.is_pinned:
-            return f"version {found.stable} is pinned", 0, files
+        if state.candidate is not None:
+            return f"version {state.candidate} is compared with version {state.stable}", 0, files
+        if state.is_pinned:
+            return f"version {state.stable} is pinned", 0, files
         seen = self._seen.get(name, set())
-        new = sum(one.num_answer for one, path in streams if path.name not in seen)
+        new = sum(record.num_answer for record, path in streams if path.name not in seen)
         if new >= MIN_TOKENS and len(files) <= MIN_HELD:
             return f"{len(files)} streams are too few", 0, files
         return f"{new} of {MIN_TOKENS} new tokens", new, files
@@ -165,11 +160,11 @@ class Trainer:
             training = self._new_training(store, stable)
         held_count = min(MAX_HELD, max(MIN_HELD, round(HELD_SHARE * len(files))))
         self._read(files)
-        held, taught = (
+        held_out, taught = (
             [self._records[path] for path in part if path in self._records]
             for part in (files[-held_count:], files[:-held_count])
         )
-        if len(held) < MIN_HELD or not taught:
+        if len(held_out) < MIN_HELD or not taught:
             return None
         for path in files:
             tenant = RecordName.parse(path).tenant
@@ -177,22 +172,23 @@ class Trainer:
         self._trainings[name] = training
         while len(self._trainings) > MAX_TRAININGS:
             del self._trainings[next(iter(self._trainings))]
-        before, began = _expected(self._drafter(store, stable), held), time.perf_counter()
+        before, began = _expected(self._drafter(store, stable), held_out), time.perf_counter()
         if not self._train(name, training, taught):
             return None
-        after = _expected(training.drafter, held)
+        after = _expected(training.drafter, held_out)
         took = time.perf_counter() - began
         _log.info("%s: %.0f s, expects %.3f tokens, version %d %.3f", name, took, after, stable, before)
         version = None
         if after >= MIN_GAIN * before:
-            version = self._publish(store, training, before, after, sum(one.num_answer for one in taught))
+            num_tokens = sum(record.num_answer for record in taught)
+            version = self._publish(store, training, before, after, num_tokens)
         self._seen[name] = {path.name for path in files}
         return version
 
     def _train(self, name: str, training: _Training, taught: list[Record]) -> bool:
         """Take the steps of a round; return whether its consents still hold, and it was not stopped."""
         for number in range(STEPS):
-            taught = [one for one in taught if one.path.exists()]
+            taught = [record for record in taught if record.path.exists()]
             self._drop_withdrawn(self._folder.read())
             if self._stopped() or not taught or name not in self._trainings:
                 return False
@@ -241,7 +237,7 @@ class Trainer:
 
     def _read(self, files: Items[Path]) -> None:
         wanted = set(files)
-        self._records = {path: one for path, one in self._records.items() if path in wanted}
+        self._records = {path: record for path, record in self._records.items() if path in wanted}
         for path in files:
             if path in self._records:
                 continue
@@ -265,22 +261,18 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Record(Sequence):
-    """A stream, of which a head's states stay in its file: those of all streams would take 256 MiB.
-
-    Attributes:
-        path: Its file.
-    """
+    """A stream; a head's states stay in its file `path`, as those of all streams would take 256 MiB."""
 
     path: Path = field(kw_only=True)
 
 
-def _expected(drafter: Trainable, held: Items[Record]) -> float:
+def _expected(drafter: Trainable, held_out: Items[Record]) -> float:
     """Return the tokens per proposal that coupled verification is expected to accept, at temperature 1."""
-    return math.fsum(accumulate(evaluate(drafter, held)["coupled"], mul))
+    return math.fsum(accumulate(evaluate(drafter, held_out)["coupled"], mul))
 
 
 def _states(sequences: Items[Sequence]) -> list[Tensor]:
-    return [_read_states(one.path) for one in sequences if isinstance(one, Record)]
+    return [_read_states(record.path) for record in sequences if isinstance(record, Record)]
 
 
 def _read_states(path: Path) -> Tensor:

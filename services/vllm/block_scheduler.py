@@ -8,7 +8,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from services.vllm.messages import BeginMasks, DraftBlock, Masks, PostedBlock, States, Verdicts, no_masks
 
@@ -16,15 +16,15 @@ _NEVER = 1 << 62
 """A step that no request reaches: vLLM skips a request whose `next_decode_eligible_step` lies ahead."""
 
 
-class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not typed here
-    """Holds each request after its prompt and after each block.
+class BlockScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not typed here
+    """Pauses each request after its prompt and after each block.
 
     Proposals become the request's draft tokens; roll-back, KV blocks, chunked prefill and the prefix cache
     are vLLM's own. What the sampler needs of a block travels on the `SchedulerOutput`, its verdict on the
     `ModelRunnerOutput`.
 
-    Requests with a posted block run oldest block first. vLLM takes memory from the last of those that run, so
-    that held ones follow, least recently used last.
+    Requests with a posted block run oldest block first. vLLM takes memory from the last of its list, in which
+    paused requests follow, least recently used last.
 
     Attributes:
         begin_masks: Set for each step, see `services.vllm.messages.BeginMasks`.
@@ -38,7 +38,7 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         self.begin_masks: BeginMasks = no_masks
         self.num_scheduled: dict[str, int] = {}
         self.ended: list[str] = []
-        self._posted: dict[str, PostedBlock] = {}  # oldest first
+        self._posted: dict[str, Any] = {}  # oldest first; PostedBlock, or DraftBlock of a draft
         self._masks: Callable[[], Masks] | None = None
         self._verdicts: Verdicts = {}
         self.states: States = {}
@@ -59,14 +59,13 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         self._posted.pop(request_id, None)
 
     def take_verdicts(self) -> Verdicts:
-        """Return the outcomes of the last step."""
         verdicts, self._verdicts = self._verdicts, {}
         return verdicts
 
     def recover(self) -> bool:
         """Undo a step that failed, once all requests are closed; return whether that was possible.
 
-        The workers may not have heard of the requests that ended before it, and the cache names blocks that
+        The workers may not know of the requests that ended before it, and the cache names blocks that
         they did not compute.
         """
         self._posted, self._verdicts, self._masks = {}, {}, None
@@ -107,7 +106,6 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         return output
 
     def _take_posted(self, request_ids: Iterable[str]) -> dict[str, Any]:
-        """Return the blocks of requests whose rows a step computes."""
         return {request_id: self._posted.pop(request_id) for request_id in request_ids}
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Masks | None:
@@ -115,7 +113,6 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
         return None if self._masks is None else self._masks()
 
     def update_from_output(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Any:
-        """Take the verdicts of the step."""
         self._verdicts.update(getattr(output, "verdicts", {}))
         self.states = getattr(output, "states", {})
         self._announced.clear()
@@ -123,24 +120,19 @@ class HeldScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not 
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        self._hold(scheduler_output)
+        self._pause_computed(scheduler_output)
 
-    def _hold(self, scheduler_output: SchedulerOutput) -> None:
-        """Stop the requests whose rows the step computes."""
-        for request in self._scheduled(scheduler_output):
-            if not request.is_prefill_chunk:
-                request.next_decode_eligible_step = _NEVER
-
-    def _scheduled(self, scheduler_output: SchedulerOutput) -> Iterable[Request]:
-        return (self.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens)
+    def _pause_computed(self, scheduler_output: SchedulerOutput) -> None:
+        for request_id in scheduler_output.num_scheduled_tokens:
+            if not self.requests[request_id].is_prefill_chunk:
+                self.requests[request_id].next_decode_eligible_step = _NEVER
 
 
-class DraftingScheduler(HeldScheduler):
+class DraftingScheduler(BlockScheduler):
     """Runs a request in every step from its block on, a token each, until it is paused or aborted."""
 
     def post(self, request_id: str, block: DraftBlock) -> None:  # type: ignore[override]
-        """Let a request draft."""
-        self._posted[request_id] = block  # type: ignore[assignment]
+        self._posted[request_id] = block
         self.pause(request_id, is_paused=False)
 
     def pause(self, request_id: str, *, is_paused: bool) -> None:
@@ -150,7 +142,7 @@ class DraftingScheduler(HeldScheduler):
     def _take_posted(self, request_ids: Iterable[str]) -> dict[str, Any]:
         return {request_id: self._posted[request_id] for request_id in request_ids}
 
-    def _hold(self, scheduler_output: SchedulerOutput) -> None:
+    def _pause_computed(self, scheduler_output: SchedulerOutput) -> None:
         """Let all requests go on."""
 
 
