@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gammaray.errors import InvalidArgumentError, NotFoundError
+from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.wire.blocks import proposal_from_proto, proposal_to_proto
@@ -227,7 +227,7 @@ async def test_head_that_does_not_fit_stops_the_start(random_target, tmp_path):
     with pytest.raises(UnsupportedModelError, match="'norm_after' is not known"):
         async with running("target", target, head=str(folder)):
             pass
-    with pytest.raises((UnsupportedModelError, NotFoundError)):
+    with pytest.raises(InvalidArgumentError, match=r"head: got .* which does not exist"):
         async with running("target", target, head=str(tmp_path / "absent")):
             pass
     other = tiny_model("llama", tmp_path, vocab_size=50)

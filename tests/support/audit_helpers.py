@@ -238,7 +238,7 @@ MATRIX = {
     "seed ignored in streams": Fault("seed", _other_seed, where=streamed),
     "seed ignored for later choices": Fault("seed", without("seed"), later=True),
     "seed other under load": Fault("batch", _other_seed, at_once=3),
-    "seed other in 1 of 25 requests": Fault("seed", _other_seed, where=each(25)),
+    "seed other in 1 of 7 requests": Fault("seed", _other_seed, where=each(7)),
     "seed other in streams": Fault("stream", changed("seed", lambda seed: seed + 1), where=streamed),
     "later choices equal in streams": Fault(
         "choices", answer=each_choice(lambda c, f: c.update({**f, "index": c["index"]})), where=streamed
@@ -331,7 +331,7 @@ MATRIX = {
     ),
     "temperature 0.8 after 64 tokens": Fault("law", changed("temperature", lambda t: 0.8 * t), after=64),
     "first token greedy": Fault("law", changed("temperature", lambda t: 0.0), first=1),
-    "1 % of tokens at temperature 3": Fault("law", changed("temperature", lambda t: 3.0 * t), share=0.01),
+    "5 % of tokens at temperature 3": Fault("law", changed("temperature", lambda t: 3.0 * t), share=0.05),
     "log-probabilities of temperature 0.9": Fault("law", answer=each_list(_normalised(1 / 0.9))),
     "log-probabilities among those listed": Fault("law", answer=each_list(_normalised(1.0))),
 }
