@@ -125,7 +125,7 @@ async def sessions_on_workers(orchestrator) -> int:
     for pool, protocol in ((orchestrator.fleet.targets, TARGET), (orchestrator.fleet.drafts, DRAFT)):
         for address in pool.links:
             async with grpc.aio.insecure_channel(address) as channel:
-                total += (await protocol.get_info(channel, 5.0)).num_sessions
+                total += (await protocol.get_info(channel, 30.0)).num_sessions
     return total
 
 
