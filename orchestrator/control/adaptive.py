@@ -22,7 +22,7 @@ from orchestrator.control.match_acceptance import MatchAcceptance
 from orchestrator.cycle.types import Candidates, Cycle, Match
 
 FIRST_GAMMA = 4
-"""Gamma of the first cycles, while no costs are known: about the best fixed one (docs/lab.md)."""
+"""Gamma of the first cycles, while no costs are known: about the best fixed one."""
 
 REFRESH = 4
 """Cycles for which one evaluation of all shapes serves: it takes as long as learning from two cycles."""
