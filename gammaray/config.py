@@ -476,8 +476,11 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
         description="Draft model (an ordinary or a parallel one), or early-exit:N for the target's first N "
         "layers; without one, a target other than the demo pair's has no draft workers.",
     )
-    target_workers: Annotated[PoolSize, AfterValidator(at_least_one)] = Field(
-        "1", validate_default=True, description="Number of target workers, N or MIN:MAX to scale between."
+    target_workers: PoolSize = Field(
+        "1",
+        validate_default=True,
+        description="Number of target workers, N or MIN:MAX to scale between; 0 with redis_url starts "
+        "orchestrators that use the workers of other hosts.",
     )
     draft_workers: PoolSize = Field(
         "1", validate_default=True, description="Number of draft workers, N or MIN:MAX to scale between."
@@ -489,15 +492,15 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
     host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address of both APIs; if other machines can reach it, set api_keys_file.",
+        description="Address of both APIs: 127.0.0.1; or 0.0.0.0, with api_keys_file, for other machines.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _leave_out_draft(cls, given: Any) -> Any:
-        """Start no draft workers where a head drafts, or the only draft model would be another target's."""
+        """Start no draft workers where targets or a head do not run, or the draft is another target's."""
         is_foreign = given.get("target", DEMO_PAIR) != DEMO_PAIR and "draft" not in given
-        if is_foreign or given.get("head"):
+        if is_foreign or given.get("head") or str(given.get("target_workers")) == "0":
             return {"draft_workers": "0", **given}
         return given
 
@@ -507,7 +510,10 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
         return {**super().asked, "has_keys": self.key_file is not None}
 
     @model_validator(mode="after")
-    def _check_draft_workers(self) -> Self:
+    def _check_pools(self) -> Self:
+        if not self.target_workers.minimum and (self.target_workers.maximum or not self.redis_url):
+            allowed = "at least 1 at all times; or 0, with the redis_url that workers of other hosts use"
+            raise InvalidArgumentError("target_workers", str(self.target_workers), allowed)
         if self.head and self.draft_workers.maximum:
             raise InvalidArgumentError("head", self.head, "none with draft workers")
         return self

@@ -136,8 +136,10 @@ class ProcessStatus:
 
     `num_queued` counts waiting or running blocks of a worker, and waiting requests of an orchestrator. Only
     workers have `cache_bytes` (KV cache in use, of `cache_budget_bytes`), `worker_totals` and `kernel` (the
-    implementation of the model's forward pass), only orchestrators `speculation_totals` and
-    `accepted_per_position` (entry j: accepted tokens at depth j + 1).
+    implementation of the model's forward pass), only orchestrators `speculation_totals`,
+    `accepted_per_position` (entry j: accepted tokens at depth j + 1) and `unusable` (each worker that they
+    know and cannot use, with its address and the reason). `clock_offset_s` is the clock of a worker or of
+    Redis minus that of the orchestrator that answered, in seconds.
     """
 
     role: str
@@ -154,6 +156,9 @@ class ProcessStatus:
     speculation_totals: SpeculationTotals | None = None
     accepted_per_position: tuple[int, ...] = ()
     kernel: str = ""
+    version: str = ""
+    clock_offset_s: float | None = None
+    unusable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from gammaray import __version__
 from gammaray.aio import end_tasks
 from gammaray.deploy.redis_connection import address_of
 from gammaray.errors import GammarayError
@@ -132,6 +134,8 @@ class StatusBoard:
             num_queued=self._admission.num_waiting,
             speculation_totals=self._meter.totals,
             accepted_per_position=self._meter.accepted_per_position,
+            version=__version__,
+            unusable=tuple(self._fleet.unusable()),
         )
 
     async def all(self) -> list[ProcessStatus]:
@@ -156,6 +160,16 @@ class StatusBoard:
         address = address_of(self._redis)
         try:
             info = await asyncio.wait_for(answer(self._redis.info("server")), CALL_TIMEOUT_S)
+            now_us = int(info.get("server_time_usec", 0))
         except (GammarayError, asyncio.TimeoutError):
             return ProcessStatus("redis", 0, address, "", False, 0)
-        return ProcessStatus("redis", int(info.get("process_id", 0)), address, "", True, 0)
+        return ProcessStatus(
+            "redis",
+            int(info.get("process_id", 0)),
+            address,
+            "",
+            True,
+            0,
+            version=str(info.get("redis_version", "")),
+            clock_offset_s=now_us / 1e6 - time.time() if now_us else None,
+        )

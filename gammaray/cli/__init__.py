@@ -34,6 +34,7 @@ _COMMANDS = {
     "trace": "Show the tokens and times of each cycle of a SESSION.",
     "train": "Train a drafter for a target on text that the target writes.",
     "up": "Start a whole cluster on this machine.",
+    "worker": "Start one worker of a cluster on several machines.",
 }
 
 
@@ -46,7 +47,7 @@ class _Gammaray(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        if name != "up":
+        if name not in ("up", "worker"):
             # Errors have what gRPC logs on failed handshakes; set before gRPC is imported.
             os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
             os.environ.update(past_proxies(os.environ, "localhost", "127.0.0.1", "::1"))

@@ -239,6 +239,15 @@ def address_of(redis: Redis) -> str:
     return join_address(where.get("host", ""), where.get("port", 6379))
 
 
+def hosts_of(redis_url: str) -> list[str]:
+    """Return the hosts in a valid URL: the server's or the sentinels'; none for a Unix socket."""
+    parts = urlsplit(redis_url)
+    if parts.scheme == "unix":
+        return []
+    nodes = parts.netloc.rpartition("@")[2].split(",")
+    return [urlsplit(f"//{node}").hostname or "localhost" for node in nodes]
+
+
 def _sentinel_pool(parts: SplitResult, options: dict[str, Any]) -> _SentinelPool:
     credentials, at, hosts = parts.netloc.rpartition("@")
     nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]

@@ -924,6 +924,9 @@ class ProcessStatus(_message.Message):
     SPECULATION_TOTALS_FIELD_NUMBER: _builtins.int
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
     KERNEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CLOCK_OFFSET_S_FIELD_NUMBER: _builtins.int
+    UNUSABLE_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """One of orchestrator, draft, target, redis."""
     pid: _builtins.int
@@ -948,6 +951,10 @@ class ProcessStatus(_message.Message):
     """Workers: kernel of the model's forwards: the instruction set that the CPU kernel was compiled for (such as
     x86-64-v4), or "none: " and the reason; empty if unknown.
     """
+    version: _builtins.str
+    """Version of the package gammaray, or of Redis; empty if unknown."""
+    clock_offset_s: _builtins.float
+    """Workers and Redis: its clock minus that of the orchestrator that answers, in seconds; missing if unknown."""
     @_builtins.property
     def worker_totals(self) -> _types_pb2.WorkerTotals:
         """Workers: totals since their start."""
@@ -959,6 +966,10 @@ class ProcessStatus(_message.Message):
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Orchestrators: entry j is the number of accepted tokens at depth j + 1 of proposals since their start."""
+
+    @_builtins.property
+    def unusable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Orchestrators: each worker that this one knows and cannot use, with its address and the reason."""
 
     def __init__(
         self,
@@ -977,15 +988,22 @@ class ProcessStatus(_message.Message):
         speculation_totals: _types_pb2.SpeculationTotals | None = ...,
         accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
         kernel: _builtins.str = ...,
+        version: _builtins.str = ...,
+        clock_offset_s: _builtins.float | None = ...,
+        unusable: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clock_offset_s", b"_clock_offset_s", "_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "clock_offset_s", b"clock_offset_s", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "accepted_per_position", b"accepted_per_position", "address", b"address", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "healthy", b"healthy", "kernel", b"kernel", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "pid", b"pid", "role", b"role", "sessions", b"sessions", "speculation_totals", b"speculation_totals", "worker_totals", b"worker_totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_offset_s", b"_clock_offset_s", "_speculation_totals", b"_speculation_totals", "_worker_totals", b"_worker_totals", "accepted_per_position", b"accepted_per_position", "address", b"address", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "clock_offset_s", b"clock_offset_s", "healthy", b"healthy", "kernel", b"kernel", "metrics_address", b"metrics_address", "model", b"model", "num_queued", b"num_queued", "pid", b"pid", "role", b"role", "sessions", b"sessions", "speculation_totals", b"speculation_totals", "unusable", b"unusable", "version", b"version", "worker_totals", b"worker_totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clock_offset_s: _TypeAlias = _typing.Literal["clock_offset_s"]  # noqa: Y015
+    _WhichOneofArgType__clock_offset_s: _TypeAlias = _typing.Literal["_clock_offset_s", b"_clock_offset_s"]  # noqa: Y015
     _WhichOneofReturnType__speculation_totals: _TypeAlias = _typing.Literal["speculation_totals"]  # noqa: Y015
     _WhichOneofArgType__speculation_totals: _TypeAlias = _typing.Literal["_speculation_totals", b"_speculation_totals"]  # noqa: Y015
     _WhichOneofReturnType__worker_totals: _TypeAlias = _typing.Literal["worker_totals"]  # noqa: Y015
     _WhichOneofArgType__worker_totals: _TypeAlias = _typing.Literal["_worker_totals", b"_worker_totals"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clock_offset_s) -> _WhichOneofReturnType__clock_offset_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__speculation_totals) -> _WhichOneofReturnType__speculation_totals | None: ...
     @_typing.overload

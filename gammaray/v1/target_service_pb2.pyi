@@ -421,6 +421,8 @@ class GetTargetInfoResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CLOCK_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model name given at startup."""
     vocab_size: _builtins.int
@@ -463,6 +465,10 @@ class GetTargetInfoResponse(_message.Message):
     """
     oldest_protocol: _builtins.int
     """Oldest version of this protocol that the worker speaks."""
+    version: _builtins.str
+    """Version of the package gammaray."""
+    clock_s: _builtins.float
+    """The process's clock at the answer, in seconds since 1970; 0 if unknown."""
     @_builtins.property
     def totals(self) -> _types_pb2.WorkerTotals:
         """Totals since startup."""
@@ -494,10 +500,12 @@ class GetTargetInfoResponse(_message.Message):
         adapters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         protocol: _builtins.int = ...,
         oldest_protocol: _builtins.int = ...,
+        version: _builtins.str = ...,
+        clock_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "oldest_protocol", b"oldest_protocol", "pid", b"pid", "protocol", b"protocol", "takes_trees", b"takes_trees", "totals", b"totals", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "clock_s", b"clock_s", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "oldest_protocol", b"oldest_protocol", "pid", b"pid", "protocol", b"protocol", "takes_trees", b"takes_trees", "totals", b"totals", "version", b"version", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,7 @@ from gammaray.program.parents import end_with_parent
 from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
 from orchestrator.launcher.preflight import (
     check_drafting_head,
+    check_host,
     check_models,
     check_port,
     check_workers,
@@ -151,6 +152,7 @@ def serve_cluster(
     settings, deadline = options.cluster, time.monotonic() + options.start_timeout_s
     check_access(settings)
     check_workers(settings)
+    check_host(settings.host)
     check_port("http_port", settings.host, settings.http_port)
     check_port("grpc_port", settings.host, settings.grpc_port)
     if settings.http_port == settings.grpc_port:
@@ -168,7 +170,8 @@ def serve_cluster(
         # The password may be in the environment, as GAMMARAY_REDIS_PASSWORD, and the prefix is.
         used = OrchestratorSettings(redis_url=settings.redis_url)
         check_redis(used.redis_login_url)
-        asyncio.run(check_unused(used.redis_login_url, Keys(used.redis_prefix)))
+        if settings.target_workers.maximum:  # else these orchestrators join others
+            asyncio.run(check_unused(used.redis_login_url, Keys(used.redis_prefix)))
     else:
         from orchestrator.launcher.redis_server import redis_binary
 
@@ -387,7 +390,9 @@ def _watch(redis: RedisServer | None) -> NoReturn:
 
 def missing_parts(settings: ClusterSettings, host: str, api_key: str | None = None) -> str:
     """Return a description of the first part that does not serve yet; empty when all parts serve."""
-    if not _http_answers(f"http://{host}:{settings.http_port}/health"):
+    # Without targets here, the API is healthy once another host's target has come.
+    path = "/health" if settings.target_workers.maximum else "/"
+    if not _http_answers(f"http://{host}:{settings.http_port}{path}"):
         return "a healthy HTTP API"
     # Each orchestrator discovers the workers itself; each new connection goes to the next orchestrator.
     for _ in range(1 if settings.orchestrators == 1 else 2 * settings.orchestrators):

@@ -62,6 +62,15 @@ def check_port(field: str, host: str, port: int) -> None:
     _reserve(port)
 
 
+def check_host(host: str) -> None:
+    """Refuse an address at which Serve's proxy, which dials 127.0.0.1, does not reach its replicas."""
+    with contextlib.suppress(socket.gaierror):  # check_port says so
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None, socket.AF_INET)}
+        if not found & {"127.0.0.1", "0.0.0.0"}:
+            allowed = "127.0.0.1, or 0.0.0.0 for every address of this machine"
+            raise InvalidArgumentError("host", host, allowed)
+
+
 def free_ports(host: str, count: int) -> list[int]:
     """Return distinct ports that were free at the time of the check.
 
@@ -141,7 +150,9 @@ def check_models(target: str, draft: str, engine: str = "auto") -> list[str]:
 
 
 def drafting_notes(settings: ClusterSettings) -> list[str]:
-    """Return what is not obvious from the settings: what drafts if no draft worker does."""
+    """Return what is not obvious from the settings: who drafts if no draft worker does."""
+    if not settings.target_workers.maximum:
+        return ["no workers here: uses those that announce themselves in this Redis"]
     if settings.head:
         return [f"the head {settings.head} drafts in the target workers"]
     if not settings.draft_workers.maximum:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import random
+import time
 from collections.abc import Callable
 from typing import Any, Generic
 
@@ -27,6 +28,7 @@ INFO_PERIOD_S = 2.0
 INFO_TIMEOUT_S = 5.0
 MAX_FORGETS = 1024  # queued while the worker is not connected
 RECONNECT_BASE_S, RECONNECT_CAP_S = 0.05, 2.0
+UNTRIED = "not connected yet"
 ANSWER_GRACE_S = 0.25
 """Added to the worker's deadline on our side, so that its own error, which has the reason, arrives first."""
 
@@ -43,9 +45,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 5_000),
     # A stopped process or a lost machine is detected after the sum of the two. gRPC itself answers the pings,
     # so a worker in a long computation still answers.
-    ("grpc.keepalive_time_ms", 1_000),
-    ("grpc.keepalive_timeout_ms", 1_500),
-    ("grpc.http2.ping_timeout_ms", 1_500),  # for the answer; 60 s by default
+    ("grpc.keepalive_time_ms", 300),
+    ("grpc.keepalive_timeout_ms", 600),
+    ("grpc.http2.ping_timeout_ms", 600),  # for the answer; 60 s by default
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", -1),
@@ -79,6 +81,8 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         self.role = protocol.role
         self.info: WorkerInfo | None = None  # last info from the worker
         self.refusal: GammarayError | None = None  # why the worker is refused
+        self.trouble = UNTRIED  # why the link is down; empty while it is up
+        self.clock_offset_s: float | None = None  # the worker's clock minus this process's
         self.sessions: set[str] = set()
         self.prefixes = PrefixIndex()  # that the worker has processed
         self.backoff = Backoff()  # pauses the use of a worker that is connected but late
@@ -179,7 +183,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
                     ("watch", self._watch(channel)),
                 )
             ]
-            self.is_up = True
+            self.is_up, self.trouble = True, ""
             self.backoff.succeeded()  # a restarted worker, or one that was only delayed
             self._on_change()
             try:
@@ -243,6 +247,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
 
     async def _refresh_info(self, channel: grpc.aio.Channel) -> None:
         info = await self._protocol.get_info(channel, INFO_TIMEOUT_S)
+        self.clock_offset_s = info.clock_s - time.time() if info.clock_s else None
         try:
             self._check(info)
         except GammarayError as error:
@@ -256,7 +261,9 @@ class WorkerConnection(Generic[BlockT, ResultT]):
     def _lose(self, error: Exception) -> None:
         """Fail all calls in flight; the worker may still have processed them, but blocks are idempotent."""
         reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-        _log.info("%s worker at %s: %s", self.role, self.address, reason)
+        level = logging.WARNING if self.trouble in ("", UNTRIED) else logging.INFO  # once for each break
+        _log.log(level, "%s worker at %s: %s", self.role, self.address, reason)
+        self.trouble = reason or type(error).__name__
         self._blocks.clear()
         self._releases = [release for release in self._releases if release.forget]
         self.prefixes.clear()  # it may have restarted when it reconnects

@@ -87,6 +87,10 @@ class Fleet:
             for link in links.values():
                 link.release(session_id, epoch, forget=forget)
 
+    def unusable(self) -> list[str]:
+        """Return each worker that cannot be used, with its address and the reason."""
+        return [*self.drafts.unusable(), *self.targets.unusable()]
+
     def status(self) -> list[ProcessStatus]:
         return [*self.drafts.status(), *self.targets.status()]
 

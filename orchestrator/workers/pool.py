@@ -113,6 +113,14 @@ class WorkerPool(Generic[BlockT, ResultT]):
     def refusals(self) -> list[GammarayError]:
         return [link.refusal for link in self.links.values() if link.refusal is not None]
 
+    def unusable(self) -> list[str]:
+        """Return each worker that is refused or not connected, with its address and the reason."""
+        return [
+            f"{self.role} {link.address}: {f'refused: {link.refusal}' if link.refusal else link.trouble}"
+            for link in self.links.values()
+            if link.refusal or link.trouble
+        ]
+
     def status(self) -> list[ProcessStatus]:
         return [self._status(link) for link in self.links.values()]
 
@@ -138,6 +146,8 @@ class WorkerPool(Generic[BlockT, ResultT]):
             cache_budget_bytes=info.cache_budget_bytes,
             worker_totals=worker_totals_from_proto(info.totals),
             kernel=info.kernel,
+            version=info.version,
+            clock_offset_s=link.clock_offset_s,
         )
 
     async def close(self) -> None:
@@ -147,10 +157,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
         await asyncio.gather(*(link.close() for link in self.links.values()), self._closing.settled())
 
     def _why_none(self, timeout_s: float) -> str:
-        reasons = [
-            f"{link.address} is refused: {link.refusal}" for link in self.links.values() if link.refusal
-        ]
-        known = "; ".join(reasons) or f"{len(self.links)} known, none connected"
+        known = "; ".join(self.unusable()) or f"{len(self.links)} known"
         return f"no {self.role} worker within {timeout_s:g} s ({known})"
 
 

@@ -12,12 +12,13 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from gammaray.blocks import MAX_ANSWER_BYTES
-from gammaray.checks import is_wildcard, join_address, split_address
+from gammaray.checks import join_address, split_address
 from gammaray.config import WorkerSettings
 from gammaray.deploy.redis_connection import connect
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.security.tls import TlsFiles, check_peer, server_credentials, tls_files
 from gammaray.telemetry.prometheus import metrics_address
+from services.process.addresses import check_announced
 
 DRAIN_TIMEOUT_S = 10.0
 """Seconds for running blocks to finish after SIGTERM; then orchestrators repeat them on other workers. Well
@@ -89,15 +90,13 @@ def check_serving(settings: WorkerSettings, host: str = "") -> None:
     Args:
         host: Host that orchestrators connect to if the server listens on every interface.
     """
-    listening, _ = split_address("listen", settings.listen)
+    split_address("listen", settings.listen)
     if settings.metrics_listen:
         metrics_address(settings.metrics_listen)
     tls_files(settings)
     if settings.redis_url:
         connect(settings.redis_login_url, timeout_s=1, num_retries=0)  # connects on first use
-        if is_wildcard(listening) and not host:
-            allowed = "an address of this machine that orchestrators can dial"
-            raise InvalidArgumentError("listen", settings.listen, allowed)
+        check_announced(settings.listen, settings.redis_url, host)
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gammaray import __version__
 from gammaray.blocks import OLDEST_PROTOCOL, PROTOCOL
 from gammaray.errors import GammarayError
 from gammaray.v1 import types_pb2
@@ -117,5 +118,7 @@ async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
         "vocab_sha256": model.vocab_sha256,
         "metrics_address": model.metrics_address,
         "kernel": model.kernel,
+        "version": __version__,
         **(engine.look(measure) if has_bound else await engine.call(measure)),
+        "clock_s": time.time(),
     }

@@ -10,6 +10,7 @@ from dataclasses import replace
 import grpc
 from grpc_status import rpc_status
 
+from gammaray import __version__
 from gammaray.client.transport import RetryPolicy
 from gammaray.errors import GammarayError
 from gammaray.types import (
@@ -56,8 +57,27 @@ USAGE = Usage(
     cached_tokens=2,
 )
 PROCESSES = [
-    ProcessStatus("orchestrator", 11, "127.0.0.1:1", "demo", True, 2),
-    ProcessStatus("target", 12, "127.0.0.1:2", "demo", True, 2, kernel="x86-64-v4"),
+    ProcessStatus(
+        "orchestrator",
+        11,
+        "127.0.0.1:1",
+        "demo",
+        True,
+        2,
+        version=__version__,
+        unusable=("target 127.0.0.1:9: Connection refused",),
+    ),
+    ProcessStatus(
+        "target",
+        12,
+        "127.0.0.1:2",
+        "demo",
+        True,
+        2,
+        kernel="x86-64-v4",
+        version="0.0.9",
+        clock_offset_s=7.25,
+    ),
     ProcessStatus("draft", 13, "127.0.0.1:3", "demo", False, 0, kernel="none: no C compiler"),
 ]
 

@@ -12,15 +12,20 @@ from dataclasses import asdict
 import click
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from gammaray import __version__
 from gammaray.cli.activity import Activity, Speculation, Worker, measure
 from gammaray.cli.options import Connection, connection_options
 from gammaray.client.async_client import AsyncClient
 from gammaray.program.output import columns, output_console
 from gammaray.program.values import FloatRange
 from gammaray.types import ProcessStatus
+
+MAX_CLOCK_OFFSET_S = 2.0
+"""Above what a busy machine and its network explain; times of traces and logs no longer fit together."""
 
 _HISTORY = 60
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -151,12 +156,26 @@ def status(connection: Connection, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"processes": [asdict(process) for process in processes]}, indent=2))
     else:
-        output_console().print(_processes(processes))
+        console = output_console()
+        console.print(_processes(processes))
+        for trouble in troubles(processes):
+            console.print(f"[red]{escape(trouble)}[/]", soft_wrap=True)
 
 
 def _processes(processes: Sequence[ProcessStatus]) -> Table:
-    names = ("ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS", "METRICS", "KERNEL")
-    table = columns(*names, right=("PID", "SESSIONS"))
+    names = (
+        "ROLE",
+        "PID",
+        "ADDRESS",
+        "MODEL",
+        "HEALTHY",
+        "SESSIONS",
+        "METRICS",
+        "KERNEL",
+        "VERSION",
+        "CLOCK",
+    )
+    table = columns(*names, right=("PID", "SESSIONS", "CLOCK"))
     for process in processes:
         table.add_row(
             process.role,
@@ -167,5 +186,21 @@ def _processes(processes: Sequence[ProcessStatus]) -> Table:
             str(process.sessions),
             process.metrics_address or "-",
             process.kernel or "-",
+            process.version or "-",
+            "-" if process.clock_offset_s is None else f"{process.clock_offset_s:+.2f} s",
         )
     return table
+
+
+def troubles(processes: Sequence[ProcessStatus]) -> list[str]:
+    """Return what is wrong between processes: workers that cannot be used, versions, clocks."""
+    found = []
+    for process in processes:
+        name = f"{process.role} {process.address or process.pid}"
+        if process.role == "orchestrator":
+            found += [f"orchestrator {process.pid} cannot use {worker}" for worker in process.unusable]
+        if process.role != "redis" and process.version not in ("", __version__):
+            found.append(f"{name} has gammaray {process.version}, this command {__version__}")
+        if abs(process.clock_offset_s or 0.0) > MAX_CLOCK_OFFSET_S:
+            found.append(f"the clock of {name} differs by {process.clock_offset_s:+.1f} s")
+    return found

@@ -266,6 +266,9 @@ def test_status_json_has_the_documented_shape(story):
         "speculation_totals": None,
         "accepted_per_position": [],
         "kernel": "",
+        "version": gammaray.__version__,
+        "clock_offset_s": None,
+        "unusable": ["target 127.0.0.1:9: Connection refused"],
     }
     assert [other["role"] for other in others] == ["target", "draft"]
     assert json.loads(result.stdout).keys() == {"processes"}
@@ -274,11 +277,17 @@ def test_status_json_has_the_documented_shape(story):
 def test_status_table_lists_every_process(story):
     _, address = story
     lines = invoke("status", "-a", address).stdout.splitlines()
-    assert lines[0].split() == ["ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS", "METRICS", "KERNEL"]
-    assert lines[1].split() == ["orchestrator", "11", "127.0.0.1:1", "demo", "yes", "2", "-", "-"]
-    assert lines[2].split()[-1] == "x86-64-v4"
+    names = "ROLE PID ADDRESS MODEL HEALTHY SESSIONS METRICS KERNEL VERSION CLOCK"
+    assert lines[0].split() == names.split()
+    assert lines[1].split()[:8] == ["orchestrator", "11", "127.0.0.1:1", "demo", "yes", "2", "-", "-"]
+    assert lines[2].split()[-4:] == ["x86-64-v4", "0.0.9", "+7.25", "s"]
     assert lines[3].split()[:7] == ["draft", "13", "127.0.0.1:3", "demo", "no", "0", "-"]
-    assert lines[3].endswith("none: no C compiler")
+    assert "none: no C compiler" in lines[3]
+    assert lines[4:] == [
+        "orchestrator 11 cannot use target 127.0.0.1:9: Connection refused",
+        f"target 127.0.0.1:2 has gammaray 0.0.9, this command {gammaray.__version__}",
+        "the clock of target 127.0.0.1:2 differs by +7.2 s",
+    ]
 
 
 @pytest.mark.parametrize(
