@@ -2,11 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+VLLM_ENV := .venv-vllm
+VLLM_BIN = $(VLLM_ENV)/bin
 # pytest-xdist 3.8 waits for ever at the end of a run in which it replaced a process that crashed.
 NO_RESTART := --max-worker-restart 0
 BY_FILE := --dist loadfile --no-loadscope-reorder $(NO_RESTART)
 
-.PHONY: install help demo smollm2 llama-server test-programs test test-needs test-more test-all test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
+.PHONY: install help demo smollm2 llama-server test-programs test test-needs test-more test-nightly test-all test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -39,24 +41,29 @@ test: install  ## fast tests and one cluster, eight minutes on two cores; ends w
 test-needs: install  ## the tests of make test that need what test-programs installs
 	$(BIN)/pytest -n 3 $(BY_FILE) -m "needs and not (slow or e2e or kills)"
 
-test-more: install  ## the tests that make test leaves out: slow ones, and those of whole clusters
+test-more: install  ## what make test leaves out: slow tests, and those of whole clusters
 	@failed=0; \
-	$(BIN)/pytest -n 2 $(BY_FILE) --durations 25 -m "slow and not e2e" || failed=1; \
-	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder $(NO_RESTART) --durations 25 -m "e2e and not kills" \
-	  --ignore tests/e2e/test_smoke.py tests/e2e || failed=1; \
-	$(BIN)/pytest --durations 25 -m kills tests/chaos tests/e2e || failed=1; \
+	$(BIN)/pytest -n 2 $(BY_FILE) --durations 25 -m "slow and not (e2e or nightly)" || failed=1; \
+	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder $(NO_RESTART) --durations 25 \
+	  -m "e2e and not (kills or nightly)" --ignore tests/e2e/test_smoke.py tests/e2e || failed=1; \
+	$(BIN)/pytest --durations 25 -m "kills and not nightly" tests/chaos tests/e2e tests/hosts || failed=1; \
 	exit $$failed
 
-test-all: install  ## test and test-more
+test-nightly: install $(VLLM_ENV)/.installed  ## the longest tests, which neither make test-more nor make test-vllm runs
 	@failed=0; \
-	$(MAKE) --no-print-directory test || failed=1; \
-	$(MAKE) --no-print-directory test-more || failed=1; \
+	$(BIN)/pytest --durations 25 -m nightly --ignore tests/vllm || failed=1; \
+	$(VLLM_BIN)/pytest --durations 25 -m nightly tests/vllm || failed=1; \
+	exit $$failed
+
+test-all: install  ## every test
+	@failed=0; \
+	for part in test test-more test-vllm test-nightly; do \
+	  $(MAKE) --no-print-directory $$part || failed=1; \
+	done; \
 	exit $$failed
 
 # vLLM's CPU build and all of gammaray, in an environment of their own: vLLM needs other versions. pip cannot leave
 # out what a package requires, so constraints-vllm.txt lists what vLLM gets, and its versions replace others.
-VLLM_ENV := .venv-vllm
-VLLM_BIN = $(VLLM_ENV)/bin
 VLLM_PIP = $(VLLM_BIN)/pip install -q --disable-pip-version-check -c $(VLLM_ENV)/constraints.txt
 vllm: $(VLLM_ENV)/.installed  ## install vLLM's CPU build and gammaray into .venv-vllm, 2.4 GB
 
@@ -71,7 +78,7 @@ $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt serv
 	touch $@
 
 test-vllm: $(VLLM_ENV)/.installed  ## vLLM behind target workers, on CPUs
-	$(VLLM_BIN)/pytest -n 2 $(BY_FILE) --durations 10 tests/vllm
+	$(VLLM_BIN)/pytest -n 2 $(BY_FILE) --durations 25 -m "not nightly" tests/vllm
 
 vllm-next:  ## install the newest vLLM into .venv-vllm-next, and test-vllm
 	$(PYTHON) -m venv --clear .venv-vllm-next

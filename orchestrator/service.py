@@ -16,11 +16,12 @@ from gammaray.demo_pair import resolve_model
 from gammaray.deploy.redis_connection import RetryingRedis
 from gammaray.errors import CancelledError
 from gammaray.grammar.matcher import GrammarState, grammar_identity
+from gammaray.security.tenants import name_of
 from gammaray.security.tls import tls_files
 from gammaray.telemetry.otel import Telemetry
 from gammaray.types import Chunk, DrafterKind, GenerationRequest, ProcessStatus
 from orchestrator.access.admission import Admission
-from orchestrator.access.caller import ANONYMOUS, TENANT_SHARE, Caller, name_of
+from orchestrator.access.caller import ANONYMOUS, TENANT_SHARE, Caller
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.factory import Drafting
 from orchestrator.drafting.prediction import prediction_ids

@@ -17,6 +17,7 @@ from gammaray.checks import check_session_id
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import ApiKey, hash_key, key_id_of, read_keys
+from gammaray.security.tenants import SEPARATOR
 from gammaray.wire.metadata import MAX_TIMEOUT_MS, TIMEOUT_HEADER
 from orchestrator.access.reloaded import ReloadedKeys
 
@@ -35,7 +36,6 @@ PROBE_TENANT = "gammaray-probe"
 
 # Serve binds the gRPC ports of the replicas that its proxy forwards to on every interface.
 _LOCAL_PEERS = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
-_SEPARATOR = ":"  # not allowed in tenant and session names
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Caller:
     @property
     def prefix(self) -> str:
         """Prefix of the qualified names of this tenant's sessions only."""
-        return f"{self.tenant}{_SEPARATOR}" if self.tenant else ""
+        return f"{self.tenant}{SEPARATOR}" if self.tenant else ""
 
     def qualify(self, session_id: str) -> str:
         """Return the qualified name of a session of this caller; InvalidArgumentError if it is malformed."""
@@ -61,17 +61,6 @@ class Caller:
 
 
 ANONYMOUS = Caller()
-
-
-def name_of(qualified: str) -> str:
-    """Return the name by which its owner knows a session or response."""
-    return qualified.rpartition(_SEPARATOR)[2]
-
-
-def tenant_of(session_id: str) -> str:
-    """Return the tenant of a qualified name, or an empty string if it has none."""
-    tenant, separator, _ = session_id.partition(_SEPARATOR)
-    return tenant if separator else ""
 
 
 class Authenticator:

@@ -13,8 +13,8 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from gammaray.security.tenants import tenant_of
 from gammaray.types import DrafterKind
-from orchestrator.access.caller import tenant_of
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Match
 from orchestrator.drafting.suffix_index import SEPARATOR, Context, SuffixIndex

@@ -19,10 +19,11 @@ from gammaray.errors import (
     ModelChangedError,
     NotFoundError,
 )
+from gammaray.security.tenants import name_of
 from gammaray.types import Chunk, FinishReason, GenerationRequest, check_prompt_logprobs
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import request_from_proto, request_to_proto
-from orchestrator.access.caller import ANONYMOUS, Caller, name_of
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.session import Session
 from orchestrator.sessions.progress import ChunkBuilder

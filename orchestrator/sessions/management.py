@@ -11,10 +11,11 @@ from dataclasses import fields
 
 from gammaray.checks import check_int
 from gammaray.errors import InvalidArgumentError
+from gammaray.security.tenants import name_of
 from gammaray.types import EmittedToken
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.sessions import SessionInfo
-from orchestrator.access.caller import Caller, name_of
+from orchestrator.access.caller import Caller
 from orchestrator.sessions.lifecycle import REPLAY_TOKENS
 from orchestrator.sessions.progress import emitted_token
 from orchestrator.storage.session_store import RedisStore

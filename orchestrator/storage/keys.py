@@ -11,7 +11,8 @@ from typing import Any
 
 from gammaray.config import REDIS_PREFIX
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
-from orchestrator.access.caller import TENANT_SHARE, tenant_of
+from gammaray.security.tenants import tenant_of
+from orchestrator.access.caller import TENANT_SHARE
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import Redis, answer
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from gammaray.aio import BackgroundTasks
 from gammaray.errors import NotFoundError
-from orchestrator.access.caller import name_of
+from gammaray.security.tenants import name_of
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import Redis, answer
 from orchestrator.storage.keys import DEFAULT_KEYS, Keys, StoreBounds

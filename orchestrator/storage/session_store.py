@@ -22,9 +22,9 @@ from gammaray.errors import (
     ModelChangedError,
     NotFoundError,
 )
+from gammaray.security.tenants import name_of
 from gammaray.types import FinishReason, TokenOrigin
 from gammaray.wire.sessions import SessionInfo, SessionState
-from orchestrator.access.caller import name_of
 from orchestrator.cycle.session import Session
 from orchestrator.storage import session_scripts as scripts
 from orchestrator.storage.client import BatchedScript, answer

@@ -10,11 +10,11 @@ import grpc
 from google.rpc import status_pb2
 
 from gammaray.errors import GammarayError, InternalError
+from gammaray.security.tenants import tenant_of
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.convert import sampling_to_proto
 from gammaray.wire.enums import METHODS
 from gammaray.wire.rpc_errors import error_from_status
-from orchestrator.access.caller import tenant_of
 from orchestrator.cycle.session import Session
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool

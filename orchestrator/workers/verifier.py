@@ -24,11 +24,11 @@ from gammaray.errors import (
     UnavailableError,
 )
 from gammaray.grammar.matcher import grammar_identity
+from gammaray.security.tenants import name_of
 from gammaray.types import PromptLogprobs
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import prompt_logprobs_from_proto, proposal_to_proto, verdict_from_proto
-from orchestrator.access.caller import name_of
 from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import EMPTY, PLAIN, Draft, DraftHere

@@ -24,6 +24,7 @@ from gammaray.demo_pair import DRAFTER_FILE
 from gammaray.errors import GammarayError
 from gammaray.learning.consents import Confirmation, Consents
 from gammaray.learning.folder import DrafterFolder, LearningFolder
+from gammaray.security.tenants import tenant_of
 from services.engine.core.errors import UnsupportedModelError
 from services.learning.canary import Canary, Decision
 from services.learning.process import TrainingProcess, trainer_command
@@ -122,7 +123,7 @@ class LoadedDrafters(Generic[T]):
 
     def begin(self, session_id: str, num_tokens: int) -> LearningSession[T]:
         """Return what drafts for a session that begins here with so many tokens."""
-        tenant, consents = _tenant_of(session_id), self._consents
+        tenant, consents = tenant_of(session_id), self._consents
         name = None if consents is None else consents.drafter_of(tenant)
         consent = None if consents is None else consents.number_of(tenant)
         if name is not None:
@@ -144,7 +145,7 @@ class LoadedDrafters(Generic[T]):
 
     def record(self, session: SessionCopy, drafting: LearningSession[T]) -> None:
         """Keep an ended session's stream if its tenant agreed throughout."""
-        spec, tenant, name = session.spec, _tenant_of(session.session_id), drafting.name
+        spec, tenant, name = session.spec, tenant_of(session.session_id), drafting.name
         # An adapter makes another target.
         if name is not None and drafting.buffer.parts and not (spec.no_learning or spec.adapter):
             records = self._folder.store(name).path / "records"
@@ -153,7 +154,7 @@ class LoadedDrafters(Generic[T]):
 
     def forget(self, session_id: str) -> None:
         """Delete what was recorded of a session."""
-        for store in self._folder.stores_of(_tenant_of(session_id)):
+        for store in self._folder.stores_of(tenant_of(session_id)):
             self._recorder.forget(store.path / "records", session_id)
 
     def count(self, name: str | None, number: int, part: tuple[str, int], is_accepted: bool) -> None:
@@ -272,8 +273,3 @@ def learn(folder: str, target: str, drafter: str, base: T, load: Callable[[str],
 def _described(directory: str) -> tuple[Any, Any]:
     stored = json.loads((Path(directory) / DRAFTER_FILE).read_text())
     return stored["target"]["fingerprint"], stored["tokenizer"]["fingerprint"]
-
-
-def _tenant_of(session_id: str) -> str:
-    """Return the tenant of a qualified session id, empty without API keys."""
-    return session_id.partition(":")[0] if ":" in session_id else ""

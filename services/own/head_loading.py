@@ -20,7 +20,7 @@ from services.heads.runner import HEAD_CACHE_BYTES, head_engine
 from services.learning.drafter import LearningDrafter
 from services.learning.learner import check_head
 from services.learning.versions import is_own, learn
-from services.process.fingerprints import check_drafter, vocab_sha256
+from services.process.fingerprints import check_drafter, have_other_tokens
 from services.speculation.head_drafter import MAX_FEATURES, HeadDrafter
 from services.speculation.local_drafter import LocalDrafter
 from services.vocabulary.translation import target_size
@@ -46,8 +46,7 @@ def check_local_drafter(settings: TargetSettings) -> None:
     if folder is not None and names_head(name):
         read_config(name, folder, tensor_names(folder), load_config(target).get_text_config())
     elif early_exit_layers(name, field="head") is None:
-        digests = {vocab_sha256(name), vocab_sha256(target)} - {""}
-        has_other_tokens = target_size(name) != target_size(target) or len(digests) == 2
+        has_other_tokens = target_size(name) != target_size(target) or have_other_tokens(name, target)
         if has_other_tokens or is_parallel(name):
             allowed = f"an EAGLE-3 head, or an ordinary draft model with the vocabulary of {target}"
             raise InvalidArgumentError("head", name, allowed)

@@ -169,6 +169,11 @@ def _samples(source: BinaryIO, start: int, size: int) -> Iterator[bytes]:
         yield source.read(WINDOW_BYTES)
 
 
+def have_other_tokens(model: str, other: str) -> bool:
+    """Whether the token ids of two models mean different tokens; a model without a tokenizer may have any."""
+    return len({vocab_sha256(model), vocab_sha256(other)} - {""}) == 2
+
+
 def vocab_sha256(model: str) -> str:
     """Return the fingerprint of a model's vocabulary; empty without a tokenizer."""
     try:

@@ -15,7 +15,7 @@ from gammaray.errors import InvalidArgumentError
 from services.engine.core.drafter import is_ordinary
 from services.heads.loading import names_head
 from services.learning.swapped_head import check_swapped, swapped_head
-from services.process.fingerprints import check_drafter, vocab_sha256
+from services.process.fingerprints import check_drafter, have_other_tokens, vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.speculation.fixed_head import FixedHead
@@ -63,8 +63,7 @@ def _head(name: str, target: str) -> str:
         return name
     head = resolve_model(name, "draft", "head")
     check_drafter(head, target)
-    digests = {vocab_sha256(head), vocab_sha256(target)} - {""}
-    if len(digests) == 2:
+    if have_other_tokens(head, target):
         raise InvalidArgumentError("head", name, f"a drafter with the vocabulary of {target}")
     return head
 

@@ -11,9 +11,10 @@ from click.testing import CliRunner
 from gammaray.cli import main
 from gammaray.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key, make_secret, read_keys, revoke_key
+from gammaray.security.tenants import name_of
 from gammaray.wire.metadata import TIMEOUT_HEADER
 from orchestrator.access import reloaded
-from orchestrator.access.caller import ANONYMOUS, PRIORITY_HEADER, Authenticator, Caller, name_of
+from orchestrator.access.caller import ANONYMOUS, PRIORITY_HEADER, Authenticator, Caller
 
 
 @pytest.fixture
