@@ -260,10 +260,10 @@ class WorkerConnection(Generic[BlockT, ResultT]):
 
     def _lose(self, error: Exception) -> None:
         """Fail all calls in flight; the worker may still have processed them, but blocks are idempotent."""
-        reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        reason = _reason(error)
         level = logging.WARNING if self.trouble in ("", UNTRIED) else logging.INFO  # once for each break
         _log.log(level, "%s worker at %s: %s", self.role, self.address, reason)
-        self.trouble = reason or type(error).__name__
+        self.trouble = reason
         self._blocks.clear()
         self._releases = [release for release in self._releases if release.forget]
         self.prefixes.clear()  # it may have restarted when it reconnects
@@ -272,3 +272,11 @@ class WorkerConnection(Generic[BlockT, ResultT]):
                 message = f"the link to the {self.role} worker at {self.address} broke: {reason}"
                 future.set_exception(UnavailableError(message))
         self._on_change()
+
+
+def _reason(error: Exception) -> str:
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return str(error) or type(error).__name__
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return f"no answer within {INFO_TIMEOUT_S:g} s"
+    return error.details() or error.code().name

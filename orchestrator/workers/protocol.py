@@ -28,7 +28,7 @@ class WorkerProtocol(Generic[BlockT, ResultT]):
 
     role: str
     open_stream: Callable[[grpc.aio.Channel], Any]  # bidirectional; carries the frames
-    get_info: Callable[[grpc.aio.Channel, float], Awaitable[WorkerInfo]]  # waits so long for the connection
+    get_info: Callable[[grpc.aio.Channel, float], Awaitable[WorkerInfo]]  # with a timeout in seconds
     make_frame: Callable[[list[BlockT], list[pb.ReleaseSession]], Any]
     ahead_of: Callable[[Any], Sequence[draft_pb.AheadProposal]]  # lookahead proposals of a response frame
 
@@ -37,7 +37,7 @@ DRAFT: WorkerProtocol[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerPro
     role="draft",
     open_stream=lambda channel: cast(Any, DraftServiceStub(channel)).Propose(),
     get_info=lambda channel, timeout_s: DraftServiceStub(channel).GetDraftInfo(
-        draft_pb.GetDraftInfoRequest(), timeout=timeout_s, wait_for_ready=True
+        draft_pb.GetDraftInfoRequest(), timeout=timeout_s
     ),
     make_frame=lambda blocks, releases: draft_pb.ProposeRequest(blocks=blocks, releases=releases),
     ahead_of=lambda frame: cast(Sequence[draft_pb.AheadProposal], frame.ahead),
@@ -47,7 +47,7 @@ TARGET: WorkerProtocol[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerPr
     role="target",
     open_stream=lambda channel: cast(Any, TargetServiceStub(channel)).Verify(),
     get_info=lambda channel, timeout_s: TargetServiceStub(channel).GetTargetInfo(
-        target_pb.GetTargetInfoRequest(), timeout=timeout_s, wait_for_ready=True
+        target_pb.GetTargetInfoRequest(), timeout=timeout_s
     ),
     make_frame=lambda blocks, releases: target_pb.VerifyRequest(blocks=blocks, releases=releases),
     ahead_of=lambda _: (),
