@@ -1,12 +1,10 @@
 """Sessions' caches: gaps, eviction under the budget, forks, prefixes, and steps that must change nothing."""
 
 import pytest
-import torch
 
 from gammaray.errors import FailedPreconditionError, ResourceExhaustedError
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheFullError, CacheGapError
-from services.engine.core.session_cache import SessionCache
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from tests.support.engine_helpers import (
@@ -105,15 +103,6 @@ def test_longest_prefix_finds_the_best_session(engine):
     assert engine.longest_prefix([8], "us") == ("", 0)
 
 
-def test_release_frees_the_bytes(engine):
-    fill(engine, "a", 5)
-    assert engine.stats().cache_bytes == BLOCK_BYTES
-    engine.release("a")
-    engine.release("a")
-    assert engine.stats().cache_bytes == 0
-    assert (engine.length("a"), engine.tokens("a")) == (0, ())
-
-
 def test_budget_evicts_the_least_recently_used(directory):
     engine = load_engine(str(directory), cache_budget_bytes=3 * BLOCK_BYTES)
     for name in "abc":
@@ -200,16 +189,3 @@ def test_context_may_be_filled_to_the_last_position(engine, directory):
     run.step(SequenceInput("a", MAX_CONTEXT - 2, random_tokens(6, 2), 6, [-1, -1, -1, 0, 1, 1]))
     run.step(SequenceInput("a", MAX_CONTEXT - 2, [3, 4], 2))
     assert run.worst <= 1e-4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_keep_path_moves_whole_slots_of_every_dtype(dtype):
-    data = torch.randn(2, 3, 16, 4).to(dtype)
-    cache = SessionCache(
-        data.clone(), tokens=[5, 6, 7], tree_tokens=[1, 2, 3, 4], tree_parents=[-1, -1, 1, 0]
-    )
-    cache.keep_path(3, [1, 2], [0, 3])
-    assert cache.tokens == [5, 6, 7, 2, 3]
-    assert cache.tree_tokens == [1, 4]
-    assert torch.equal(cache.data[:, :, :3], data[:, :, :3])
-    assert torch.equal(cache.data[:, :, 3:7], data[:, :, [4, 5, 3, 6]])

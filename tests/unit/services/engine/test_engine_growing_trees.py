@@ -91,31 +91,6 @@ def test_growing_tree_each_path_matches_its_plain_forward(root, arch):
         assert worst <= 1e-4
 
 
-def test_growing_tree_continues_as_a_chain_when_no_node_is_kept(root):
-    directory = tiny_model("llama", root, max_position_embeddings=256)
-    plain, growing = plain_model(directory), Growing(load_engine(str(directory)), seed=5)
-    growing.grow(6)
-    growing.move_root()
-    tokens = [*growing.chain, 5, 6, 7]
-    got = growing.engine.step([SequenceInput("s", len(growing.chain), [5, 6, 7], 3)])[0]
-    assert growing.engine.num_nodes("s") == 0
-    assert (got - plain_logits(plain, tokens)[-3:]).abs().max() <= 1e-4
-
-
-def test_growing_tree_deterministic_gives_the_bits_of_a_chain(root):
-    directory = tiny_model(
-        "llama", root, hidden_size=64, intermediate_size=128, head_dim=16, max_position_embeddings=256
-    )
-    engine = load_engine(str(directory), deterministic=True)
-    growing = Growing(engine, seed=7, context=CONTEXT[:61])
-    for turn in range(8):
-        for path, logits in growing.grow(3):
-            alone = engine.step([SequenceInput("alone", 0, path, 1)])[0][0]
-            assert torch.equal(alone, logits)
-        if turn % 3 == 2:
-            growing.move_root()
-
-
 def test_growing_tree_wrong_moves_are_refused(root):
     engine = load_engine(str(tiny_model("llama", root)))
     engine.step([SequenceInput("s", 0, [1, 2, 3], 1)])

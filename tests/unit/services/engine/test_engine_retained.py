@@ -36,31 +36,6 @@ def leave(engine: Engine, tokens: list[int], salt: str = "us", session_id: str =
     engine.retain(session_id, salt)
 
 
-def test_a_session_with_a_cached_prefix_has_exact_logits(engine, directory):
-    run = CheckedEngine(engine, plain_model(directory))
-    tokens = random_tokens(80, 1)
-    leave(engine, tokens)
-    assert engine.length("ended") == 0
-    source, shared = engine.longest_prefix([*tokens[:70], *random_tokens(9, 2)], "us")
-    assert shared >= 70
-    engine.fork(source, "new", 70)
-    run.step(SequenceInput("new", 70, random_tokens(9, 3), 9))
-    assert run.worst <= 1e-4
-    assert engine.longest_prefix(tokens, "us")[1] == 80, "the copy left it whole"
-
-
-def test_caches_are_not_shared_between_salts(engine):
-    tokens = random_tokens(40, 1)
-    leave(engine, tokens)
-    assert engine.longest_prefix(tokens, "them") == ("", 0)
-    engine.step([SequenceInput("live", 0, tokens, 0)])
-    assert engine.longest_prefix(tokens, "them") == ("", 0), "a session shares nothing until it says so"
-    engine.share("live", "them")
-    assert engine.longest_prefix(tokens, "them") == ("live", 40)
-    engine.share("live", None)
-    assert engine.longest_prefix(tokens, "them") == ("", 0)
-
-
 def test_a_session_shares_later_cached_tokens(engine):
     tokens = random_tokens(40, 1)
     engine.share("live", "us")
