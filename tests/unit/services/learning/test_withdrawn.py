@@ -13,29 +13,19 @@ from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.learning.folder import LearningFolder, RecordName, stored_streams
-from gammaray.types import SamplingParams, VerificationMethod
 from services.learning.records import MAX_AGE_S, MAX_FILES, Buffer, Recorder
 from services.learning.versions import MAX_DRAFTERS, LoadedDrafters
-from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import SessionSpec
-from tests.support.learning_helpers import publish, records
+from tests.support.learning_helpers import ended, publish, records
 from tests.support.workers.redis_helpers import wait_until
 
 OTHER_UID = 65534
-
-
-def session(name, length=100):
-    spec = SessionSpec(SamplingParams(seed=1), VerificationMethod.COUPLED, 8, ())
-    found = SessionCopy(name, 1, spec)
-    found.tokens = list(range(length))
-    return found
 
 
 def record(versions, name, began=None):
     """End a session, which began earlier or now."""
     began = began or versions.begin(name, 10)
     began.buffer.take(0, torch.zeros(99, 2, 3))
-    versions.record(session(name), began)
+    versions.record(ended(name, range(100)), began)
 
 
 @pytest.fixture
@@ -216,7 +206,7 @@ def test_number_of_files_is_bounded_and_a_stream_costs_no_look_at_the_others(tmp
     recorder, buffer = Recorder(), Buffer()
     buffer.take(0, torch.zeros(99, 2, 3))
     for number in range(50):
-        recorder.record(path, "", session(f"s{number}"), buffer)
+        recorder.record(path, "", ended(f"s{number}", range(100)), buffer)
     recorder.close()
     assert listed == [path], "once, at the first stream"
     kept = sorted(path.iterdir(), key=RecordName.parse)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from test_draft_tree import EOS, Fixed, opened
+from test_draft_tree import EOS, Fixed
 
 from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, VerificationMethod
@@ -46,17 +46,6 @@ def test_chain_is_reached_with_the_calibrated_confidence(power):
     reading = ProposalBuilder(root, Shape(4), EOS, power)
     assert reading.advance() == []
     assert reading.outcomes()[1] == [(pytest.approx(0.5 ** (4 * power)), node)]
-
-
-@pytest.mark.parametrize("power", [0.3, 0.7, 1.8])
-@pytest.mark.parametrize("shape", [Shape(3), Shape(3, 9)], ids=str)
-def test_outcomes_are_complete_at_any_power(shape, power):
-    root = Node(8, 5, None)
-    opened(root, 3, random.Random(2))
-    reading = ProposalBuilder(root, shape, EOS, power)
-    reading.advance()
-    ends, leaves = reading.outcomes()
-    assert sum(p for p, _, _ in ends) + sum(p for p, _ in leaves) == pytest.approx(1.0)
 
 
 def compared(
