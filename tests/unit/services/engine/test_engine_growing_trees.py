@@ -17,9 +17,9 @@ CONTEXT = random_tokens(70, 1)
 class Growing:
     """One session's tree and a plain list of its nodes, which is the reference."""
 
-    def __init__(self, engine: Engine, seed: int, context: list[int] = CONTEXT) -> None:
+    def __init__(self, engine: Engine, seed: int) -> None:
         self.engine, self.rng = engine, random.Random(seed)
-        self.chain = list(context)
+        self.chain = list(CONTEXT)
         self.nodes: list[tuple[int, int]] = []  # token, parent: a node, or from the chain's end back
         engine.step([SequenceInput("s", 0, self.chain, 1)])
 

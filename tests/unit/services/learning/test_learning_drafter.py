@@ -136,12 +136,12 @@ def test_streams_of_tenants_that_agreed_are_kept_until_they_are_deleted(
     assert not list(tmp_path.glob("tenant-other"))
 
 
-def serve_24(scheduler, folder):
+def serve_24(scheduler, folder, tenant=""):
     for seed in range(24):
-        run = begin(scheduler, seed)
+        run = begin(scheduler, seed, tenant)
         run_for(run, 64)
         end(run)
-    wait_until(lambda: len(records(folder)) == 24)
+    wait_until(lambda: len(records(folder, f"tenant-{tenant}" if tenant else "open")) == 24)
 
 
 def cut_some(paths):
@@ -231,11 +231,7 @@ def test_nothing_is_published_for_a_tenant_that_withdrew_during_the_round(
     folder = LearningFolder(tmp_path)
     folder.consent("acme", "own")
     with learning(tmp_path, target, untrained, monkeypatch) as scheduler:
-        for seed in range(12):
-            run = begin(scheduler, seed, "acme")
-            run_for(run, 64)
-            end(run)
-        wait_until(lambda: len(records(tmp_path, "tenant-acme")) == 12)
+        serve_24(scheduler, tmp_path, "acme")
     trainer = Trainer(folder, str(target), str(untrained), lambda: False)
     scored = []
 

@@ -9,7 +9,6 @@ from gammaray.config import PoolSize, ScalingSettings
 from gammaray.deploy.serve_config import autoscaling_config
 from services.scheduling.load import LoadCounters, LoadReport, LoadReporter
 from services.serve.autoscaling import Pool, wanted_drafters, wanted_targets
-from services.serve.policy import TargetPolicy
 
 SETTINGS = ScalingSettings(target_load=8, draft_load=4)
 
@@ -101,13 +100,6 @@ def test_policies_share_the_demand_as_serve_loads_them():
     for in_flight, wanted in ((0, 0), (3, 1), (0, 0)):
         loaded["target"](context([report(in_flight)], 1, (1, 1)))
         assert loaded["draft"](context([], 0, (0, 2)))[0] == wanted
-
-
-def test_policy_waits_for_replicas_that_have_not_reported():
-    target = TargetPolicy(SETTINGS.model_dump(mode="json"))
-    given = context([report(40)], 2, (1, 4))
-    given.running_replicas = [0, 1]
-    assert target(given)[0] == 2
 
 
 def test_reporter_turns_sums_into_rates(monkeypatch):

@@ -75,11 +75,8 @@ def accepted_whole(drafter: Drafter) -> float:
     return weight
 
 
-def test_session_whose_tokens_are_accepted_gets_more_confident():
+def test_session_gets_more_confident_by_accepted_tokens_and_less_by_rejected_ones():
     assert compared(lambda tokens, chain: [*tokens, *chain, (chain[-1] + 1) % VOCAB]) > 1.2
-
-
-def test_session_whose_tokens_are_rejected_gets_less_confident():
     assert compared(lambda tokens, chain: [*tokens, (chain[0] + 1) % VOCAB]) < 0.8
 
 

@@ -14,7 +14,6 @@ from tests.support.maths_loop_helpers import Speculator, TableModel, chain_of, e
 
 pytestmark = pytest.mark.statistical
 
-COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 VOCAB, SAMPLES, STRIDE = 5, 4000, 8
 FAIR, BIASED = 1e-3, 1e-6
 SETTINGS = {
@@ -24,9 +23,9 @@ SETTINGS = {
 }
 
 
-def speculator(method, params, seed=13, target_seed=3):
-    target = TableModel(VOCAB, target_seed, 1.3)
-    return Speculator(method, target, target.blurred(4, 0.8), params, Noise(seed, 0, VOCAB))
+def speculator(method, params):
+    target = TableModel(VOCAB, 3, 1.3)
+    return Speculator(method, target, target.blurred(4, 0.8), params, Noise(13, 0, VOCAB))
 
 
 def counts_of(speculation):
