@@ -9,10 +9,14 @@ import torch
 
 from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
-from gammaray.types import Proposal, SparseDistribution, TokenOrigin, VerificationMethod
+from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
+from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.noise import Noise
+from services.scheduling.tasks import SessionSpec
 from services.verification.rules import cut_before, is_accepted, verify
+from services.verification.verdicts import judge
 from tests.support.maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
+from tests.support.processing_helpers import small_compiler
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 METHODS = list(VerificationMethod)
@@ -59,6 +63,23 @@ def test_verdict_is_cut_before_the_first_row_that_is_not_the_targets():
     assert cut_before(early, proposal, {2, 3}) == early
     tree = Proposal((2, 5, 1), (-1, -1, 1))
     assert cut_before(Verdict((1, 2), 4, BONUS, 2), tree, {1, 3}) == Verdict((1,), 1, BONUS, 1)
+
+
+def test_no_token_is_taken_from_rows_beyond_the_limits_of_a_grammar():
+    """An ambiguous grammar, whose parser takes the more the longer the proposal."""
+    eos, q, x, y = range(4)
+    symbols = [f"s{number}" for number in range(70)]
+    rules = [f"b: {' | '.join(symbols)}", *(f'{name}: "q" | {name} {name}' for name in symbols)]
+    grammar = "\n".join(['start: "y" | "x" b', *rules])
+    params = SamplingParams(temperature=0.0, grammar=grammar)
+    state = small_compiler(("<eos>", "q", "x", "y"), 4, (eos,)).begin(grammar)
+    edits = LogitEdits(params, (eos,), 1, 4, grammar=state)
+    edits.follow([y])
+    proposal, logits = Proposal((x, *[q] * 15)), torch.tensor([0.0, 3.0, 2.0, 1.0]).repeat(17, 1)
+    verdict = judge(SessionSpec(params, COUPLED, 1, (eos,)), proposal, logits, 1, None, edits)
+    beyond = min(edits.unmasked_rows)
+    assert 1 < beyond < 17
+    assert verdict == Verdict(tuple(range(beyond - 1)), q, BONUS, beyond - 1)
 
 
 # Nodes:            0   1  2  3  4  5       0 and 1 follow the prefix, 2 and 3 node 0, 4 node 2, 5 node 1.
