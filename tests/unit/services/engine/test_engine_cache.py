@@ -64,15 +64,6 @@ def test_tree_nodes_join_the_chain_only_when_kept(engine):
     assert engine.tokens("a") == [*tokens, 10, 12, 13]
 
 
-@pytest.mark.parametrize(("base", "path"), [(4, [0]), (6, [0]), (5, [2]), (5, [0, 2]), (5, [3]), (5, [1, 1])])
-def test_keep_path_wrong_base_or_path_raises(engine, base, path):
-    fill(engine, "a", 5)
-    engine.step([SequenceInput("a", 5, [11, 12, 13], 3, [-1, -1, 1])])
-    with pytest.raises(ValueError, match=r"base|path"):
-        engine.keep_path("a", base, path)
-    engine.keep_path("a", 5, [1, 2])
-
-
 def test_fork_copies_and_is_independent(engine, directory):
     run = CheckedEngine(engine, plain_model(directory))
     tokens = fill(engine, "a", 70)
@@ -120,18 +111,6 @@ def test_budget_evicts_the_least_recently_used(directory):
     stats = engine.stats()
     assert (stats.num_sessions, stats.num_evictions) == (2, 2)
     assert stats.cache_bytes <= stats.cache_budget_bytes == 3 * BLOCK_BYTES
-
-
-def test_evicted_session_refed_gives_the_same_logits(directory):
-    engine = load_engine(str(directory), cache_budget_bytes=BLOCK_BYTES)
-    run = CheckedEngine(engine, plain_model(directory))
-    tokens = fill(engine, "a", 9)
-    fill(engine, "b", 9)
-    with pytest.raises(CacheGapError) as gap:
-        engine.step([SequenceInput("a", 9, [1], 1)])
-    assert gap.value.length == 0
-    run.step(SequenceInput("a", 0, [*tokens, 1], 1))
-    assert run.worst <= 1e-4
 
 
 def test_step_beyond_the_budget_raises_and_keeps_everything(directory):

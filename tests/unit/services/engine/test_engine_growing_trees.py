@@ -95,7 +95,16 @@ def test_growing_tree_wrong_moves_are_refused(root):
     engine = load_engine(str(tiny_model("llama", root)))
     engine.step([SequenceInput("s", 0, [1, 2, 3], 1)])
     engine.step([SequenceInput("s", 3, [4, 5, 6], 3, [-2, 0, -1])])
-    for base, path, keep in [(2, [1], []), (3, [0], []), (2, [0], [2]), (3, [2], [1]), (4, [2], [])]:
+    wrong = [
+        (2, [1], []),
+        (3, [0], []),
+        (2, [0], [2]),
+        (3, [2], [1]),
+        (4, [2], []),
+        (3, [3], []),
+        (3, [2, 2], []),
+    ]
+    for base, path, keep in wrong:
         with pytest.raises(ValueError, match=r"base|path|parent"):
             engine.keep_path("s", base, path, keep)
     engine.keep_path("s", 2, [0], [1])
