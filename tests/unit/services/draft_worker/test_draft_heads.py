@@ -27,9 +27,6 @@ def test_heads_are_told_from_models(folders, tmp_path):
     target, heads = folders
     for name in (*heads, target, tiny_model("llama", tmp_path)):
         assert names_head(str(name)) == (name in heads)
-
-
-def test_names_are_no_heads():
     for name in ("demo", "early-exit:3", "absent/model", "a/b/c", "./absent", "/absent"):
         assert not names_head(name)
 
