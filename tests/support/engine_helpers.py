@@ -170,13 +170,13 @@ def plain_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tens
     return model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
 
 
-def batched_engine(directory: Path, *, batched: bool = True, dtype: str = "float32") -> Engine:
-    """Load transformers' layers with one attention of all sessions, as on GPUs, or with one per session."""
+def batched_engine(directory: Path, *, dtype: str = "float32") -> Engine:
+    """Load transformers' layers with one attention of all sessions, as on GPUs."""
     loaded = load_model(str(directory), device="cpu", dtype=dtype)
     layout = probe_model(loaded)
     shape = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
     return Engine(
-        TransformersRunner(loaded, layout, batched=batched),
+        TransformersRunner(loaded, layout, batched=True),
         shape,
         1 << 26,
         model_name=str(directory),

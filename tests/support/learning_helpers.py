@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
 from gammaray.learning.folder import DrafterFolder, RecordName, Version
-from gammaray.types import SamplingParams
+from gammaray.types import SamplingParams, VerificationMethod
 from services.demo_pair import TARGET_DIR
 from services.engine.core.model import load_model
 from services.engine.loader import load_engine
@@ -25,7 +25,8 @@ from services.own.head_loading import load_learning_drafter
 from services.own.target_scheduler import TargetScheduler
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.scheduling.planning import Limits
-from services.scheduling.tasks import Release
+from services.scheduling.sessions import SessionCopy
+from services.scheduling.tasks import Release, SessionSpec
 from services.train.draft_model import TrainableDraft
 from services.train.head import TrainableHead
 from tests.support.engine_helpers import random_tokens
@@ -168,6 +169,13 @@ def serve_until(scheduler: Any, condition: Callable[[], bool], first: int = 1000
         run_for(run, 24)
         end(run)
     assert condition()
+
+
+def ended(name: str, tokens: Sequence[int], num_prompt: int = 8) -> SessionCopy:
+    """Return a worker's copy of a session that ends."""
+    params = SamplingParams(temperature=0.5, seed=1)
+    spec = SessionSpec(params, VerificationMethod.COUPLED, num_prompt, ())
+    return SessionCopy(name, 1, spec, tokens=list(tokens))
 
 
 def records(folder: Path, name: str = "open") -> list[Path]:

@@ -76,8 +76,14 @@ class Session:
         return verdict
 
 
-def answers(scheduler: Any, tasks: Sequence[VerifyTask]) -> list[Reply]:
-    """Submit blocks, step until each has its answer, and return these in the order of the blocks."""
+def answers(scheduler: Any, tasks: Sequence[VerifyTask | ProposeTask]) -> list[Reply]:
+    """Submit blocks, step until each has its answer, and return these in the order of the blocks.
+
+    A session's first block gets its compiled grammar, as a stream submits it.
+    """
+    for task in tasks:
+        if task.spec is not None and task.spec.params.grammar and task.grammar is None:
+            task.grammar = scheduler.grammars.begin(task.spec.params.grammar, task.spec.eos_token_ids)
     scheduler.submit(tasks)
     replies: dict[int, Reply] = {}
     for _ in range(MAX_STEPS):
@@ -117,6 +123,29 @@ def generate(
             session.take(task, reply)
 
 
+def complete(
+    scheduler: Any,
+    sessions: Sequence[Session],
+    num_tokens: int,
+    block: Callable[[Session], Mapping[str, Any]] = lambda session: {},
+) -> list[list[int]]:
+    """Run cycles of all sessions in one batch until each has its tokens or its end; return the outputs."""
+    while active := [
+        one
+        for one in sessions
+        if len(one.output) < num_tokens and not set(one.output) & set(one.eos_token_ids)
+    ]:
+        tasks = [one.block(**block(one)) for one in active]
+        for one, task, reply in zip(active, tasks, answers(scheduler, tasks), strict=True):
+            one.take(task, reply)
+    return [up_to_end(one)[:num_tokens] for one in sessions]
+
+
+def up_to_end(session: Session) -> list[int]:
+    ends = (at + 1 for at, token in enumerate(session.output) if token in session.eos_token_ids)
+    return session.output[: next(ends, None)]
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(4, 97) for _ in range(length)]
@@ -135,6 +164,14 @@ def proposer(expected: Mapping[str, Sequence[int]], rng: random.Random) -> Propo
 def end(scheduler: Any, *sessions: Session, forgets: bool = False) -> None:
     scheduler.release([Release(session.name, 0, forgets) for session in sessions])
     scheduler.step()
+
+
+def references(reference: Any, sessions: Sequence[Session], num_tokens: int) -> list[list[int]]:
+    """Return another engine's tokens of sessions with the same prompts and parameters."""
+    copies = [Session(each.prompt, each.params, eos_token_ids=each.eos_token_ids) for each in sessions]
+    outputs = generate(reference, copies, num_tokens)
+    end(reference, *copies)
+    return outputs
 
 
 def outcomes(replies: Mapping[Any, Reply] | Sequence[Reply]) -> list[Any]:

@@ -4,14 +4,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
-import psutil
 import pytest
 
 from gammaray import Client
 from gammaray.demo_pair import resolve_model
 from tests.support.adapter_helpers import make_adapter
-from tests.support.cluster.cluster_helpers import PATIENCE_S, eventually, running_cluster
-from tests.support.cluster.takeover_helpers import PATIENT
+from tests.support.cluster.cluster_helpers import PATIENCE_S, running_cluster
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; to enable: make test-vllm", allow_module_level=True)
@@ -21,8 +19,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 SMOLLM2 = Path(__file__).parents[2] / "build/models/smollm2"
 MODEL = str(SMOLLM2) if SMOLLM2.is_dir() else "demo"
 PROMPT = "def mean(values):\n    return sum(values) / len(values)\n\ndef variance(values):\n    return"
-
-
 ADAPTER = "tuned"
 
 
@@ -72,22 +68,3 @@ def test_status_and_metrics_name_the_engine(cluster):
     with urlopen(f"http://{target.metrics_address}/metrics", timeout=PATIENCE_S) as answer:
         (info,) = (line for line in answer.read().decode().splitlines() if line.startswith("gammaray_info{"))
     assert f'kernel="{target.kernel}"' in info
-
-
-def test_stream_survives_the_kill_of_the_target(cluster):
-    """The last test: it ends the only target, which Serve starts again."""
-    options = {"temperature": 1, "seed": 11, "max_tokens": 40, "gamma": 0, "ignore_eos": True}
-    with Client(cluster.grpc, retry=PATIENT) as client:
-        whole = client.complete(PROMPT, **options)
-        (target,) = (process for process in cluster.status() if process.role == "target")
-        tokens, text = [], ""
-        for chunk in client.generate(PROMPT, **options):
-            assert chunk.offset == len(tokens)
-            tokens += [token.token_id for token in chunk.tokens]
-            text += chunk.text
-            if len(tokens) == 8:
-                psutil.Process(target.pid).kill()
-    assert tokens == [token.token_id for token in whole.tokens]
-    assert text == whole.text
-    assert eventually(lambda: target.pid not in {process.pid for process in cluster.status()}, PATIENCE_S)
-    cluster.wait_until_idle()

@@ -21,7 +21,6 @@ from services.vllm.engine import CPU_DRAFT_BLOCK
 from tests.support.engine_helpers import random_tokens
 from tests.support.processing_helpers import GRAMMAR, follows_grammar
 from tests.support.vllm_helpers import (
-    NOTHING,
     Session,
     answer,
     answers,
@@ -29,7 +28,6 @@ from tests.support.vllm_helpers import (
     assert_alike,
     draft,
     draft_task,
-    generate,
 )
 from tests.vllm.conftest import LIMITS, MAX_POSITIONS
 
@@ -124,18 +122,6 @@ def test_proposals_of_a_batch_are_those_of_the_cpu_engine(drafts, cpu_drafts, me
         assert_alike(one, other)
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_a_draft_equal_to_the_target_is_accepted_whole(drafts, reference, temperature):
-    params = SamplingParams(temperature=temperature, seed=2)
-    ours, plain = sessions_with(params, count=4), sessions_with(params, count=4)
-    for _ in range(5):
-        for session, proposal in zip(ours, draft(drafts, ours, 4), strict=True):
-            verdict = ask(reference, session, proposal)
-            assert len(verdict.accepted_path) == len(proposal) == 4
-    expected = generate(reference, plain, 25, lambda session: NOTHING)
-    assert [session.output for session in ours] == expected
-
-
 def test_sessions_keep_their_noise_until_they_end(drafts):
     sampler = drafts.engine.core.model_executor.driver_worker.worker.sampler
     sessions = [Session(random_tokens(9, seed=seed), SamplingParams(seed=seed)) for seed in range(6)]
@@ -152,16 +138,9 @@ def test_a_grammar_masks_each_drafted_token(drafts, cpu_drafts, method):
     params, eos = SamplingParams(seed=6, grammar=GRAMMAR), (0, 3)
 
     def propose(scheduler) -> list[Proposal]:
-        sessions = sessions_with(params, method, 4, eos_token_ids=eos)
-        grammars = [scheduler.grammars.begin(GRAMMAR, eos) for _ in sessions]
-        tasks = [
-            draft_task(session, 6, grammar=grammar)
-            for session, grammar in zip(sessions, grammars, strict=True)
-        ]
-        return [reply.outcome for reply in answers(scheduler, tasks)]
+        return draft(scheduler, sessions_with(params, method, 4, eos_token_ids=eos), 6)
 
-    ours = propose(drafts)
-    for one, other in zip(ours, propose(cpu_drafts), strict=True):
+    for one, other in zip(propose(drafts), propose(cpu_drafts), strict=True):
         assert_alike(one, other)
         for index, token_id in enumerate(one.token_ids):
             assert follows_grammar(one.token_ids[:index], token_id, eos)

@@ -15,12 +15,6 @@ from tests.support.vllm_helpers import Session, answers, ask, end, generate, pro
 TOLERANCE = 7e-5
 
 
-def served(scheduler, session, proposal=(), **changes):
-    task = session.block(proposal, **changes)
-    (reply,) = answers(scheduler, [task])
-    return session.take(task, reply), reply
-
-
 def assert_tops_agree(ours, theirs):
     """Compare alternatives; their order may differ where values are nearly equal."""
     assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], abs=TOLERANCE)
@@ -37,8 +31,8 @@ def test_logprobs_of_emitted_tokens(scheduler, reference, num_top):
         session = Session(prompt(70), params)
         plain = Session(prompt(70), params)
         own = generate(each, [plain], 6)[0]
-        first, _ = served(each, session, num_top_logprobs=num_top)
-        second, _ = served(each, session, [*own[1:4], (own[4] + 1) % 97], num_top_logprobs=num_top)
+        first = ask(each, session, num_top_logprobs=num_top)
+        second = ask(each, session, [*own[1:4], (own[4] + 1) % 97], num_top_logprobs=num_top)
         pairs.append((first.logprobs, second.logprobs))
         end(each, session, plain)
     (ours, more_ours), (theirs, more_theirs) = pairs
@@ -50,21 +44,11 @@ def test_logprobs_of_emitted_tokens(scheduler, reference, num_top):
 
 
 def rows(scores):
-    """Return (token, log-probability, rank, alternatives) of each scored token of a prompt."""
-    width = scores.num_top
+    """Return (log-probability, rank, alternatives) of each scored token of a prompt."""
+    width, tops = scores.num_top, list(zip(scores.top_token_ids, scores.top_logprobs, strict=True))
     return [
-        (
-            scores.logprobs[at],
-            scores.ranks[at],
-            list(
-                zip(
-                    scores.top_token_ids[at * width : (at + 1) * width],
-                    scores.top_logprobs[at * width : (at + 1) * width],
-                    strict=True,
-                )
-            ),
-        )
-        for at in range(len(scores.logprobs))
+        (value, rank, tops[at * width : (at + 1) * width])
+        for at, (value, rank) in enumerate(zip(scores.logprobs, scores.ranks, strict=True))
     ]
 
 
@@ -104,7 +88,7 @@ def test_logprobs_of_a_prompt_in_the_middle_of_its_output(scheduler, reference):
     for each in (scheduler, reference):
         session = Session(prompt(70), SamplingParams(seed=1))
         generate(each, [session], 5)
-        verdict, _ = served(each, session, num_prompt_logprobs=2)
+        verdict = ask(each, session, num_prompt_logprobs=2)
         generate(each, [session], 9)
         results.append((verdict.prompt_logprobs, session.output))
         end(each, session)

@@ -6,7 +6,6 @@ either from block to block.
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from gammaray.types import SamplingParams
 from tests.support import vllm_head_helpers as heads
 from tests.support.adapter_helpers import make_adapter
 from tests.support.processing_helpers import GRAMMAR
-from tests.support.vllm_helpers import Session, answers, end, proposer
+from tests.support.vllm_helpers import Session, complete, end, proposer
 from tests.vllm.conftest import start_vllm
 
 EOS = (0, 3)
@@ -47,11 +46,15 @@ def served(request, tmp_path_factory):
     adapters = {name: str(folder / name) for name in ADAPTERS[1:]}
     head = str(request.param(folder / "head", target))
     scheduler = start_vllm(target, head=head, adapters=adapters, cache_budget_bytes=16 << 20, max_proposal=16)
-    plain = {
-        seed: [complete(scheduler, [one], lambda _: {})[0] for one in requests(seed)] for seed in BATCHES
-    }
+    plain = {seed: [run(scheduler, [one])[0] for one in requests(seed)] for seed in BATCHES}
     yield scheduler, plain
     scheduler.close()
+
+
+def run(scheduler: Any, sessions: Sequence[Session], block: Block = lambda session: {}) -> list[list[int]]:
+    found = complete(scheduler, sessions, NUM_TOKENS, block)
+    end(scheduler, *sessions)
+    return found
 
 
 def requests(seed: int) -> list[Session]:
@@ -68,24 +71,6 @@ def requests(seed: int) -> list[Session]:
             params = SamplingParams(**fields, sample_index=index)
             made.append(Session(prompt, params, eos_token_ids=EOS, salt=salt, adapter=adapter))
     return made
-
-
-def complete(scheduler: Any, sessions: Sequence[Session], block: Block) -> list[list[int]]:
-    """Run cycles of all sessions in one batch until each has its tokens, or its end; return the outputs."""
-    while active := [one for one in sessions if len(up_to_end(one)) == len(one.output) < NUM_TOKENS]:
-        tasks = [one.block(**block(one)) for one in active]
-        for one, task in zip(active, tasks, strict=True):
-            if task.spec is not None and one.params.grammar:
-                task.grammar = scheduler.grammars.begin(one.params.grammar, EOS)
-        for one, task, reply in zip(active, tasks, answers(scheduler, tasks), strict=True):
-            one.take(task, reply)
-    end(scheduler, *sessions)
-    return [up_to_end(one)[:NUM_TOKENS] for one in sessions]
-
-
-def up_to_end(session: Session) -> list[int]:
-    """Return the output before its first end token."""
-    return list(itertools.takewhile(lambda token: token not in EOS, session.output))
 
 
 def blocks(way: str, expected: Mapping[str, Sequence[int]], rng: random.Random) -> Block:
@@ -106,6 +91,6 @@ def test_requests_at_once_have_the_tokens_that_each_has_alone(served, way):
     for seed in BATCHES:
         sessions = requests(seed)
         expected = {one.name: tokens for one, tokens in zip(sessions, plain[seed], strict=True)}
-        found = complete(scheduler, sessions, blocks(way, expected, random.Random(seed)))
+        found = run(scheduler, sessions, blocks(way, expected, random.Random(seed)))
         for one, tokens, wanted in zip(sessions, found, plain[seed], strict=True):
             assert tokens == wanted, (seed, one.adapter, one.params)

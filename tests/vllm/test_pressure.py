@@ -11,7 +11,7 @@ import pytest
 from gammaray.errors import ResourceExhaustedError
 from gammaray.types import SamplingParams
 from services.vllm.engine import MAX_REQUESTS
-from tests.support.vllm_helpers import Session, answers, ask, end, generate, prompt, proposer
+from tests.support.vllm_helpers import Session, answers, ask, generate, prompt, proposer, references
 
 BLOCK = 128
 """Tokens of a KV block of vLLM's CPU build."""
@@ -30,14 +30,6 @@ def free_blocks(scheduler, count):
         yield
     finally:
         pool.free_blocks(taken)
-
-
-def references(reference, sessions, count):
-    """Return the CPU engine's tokens of sessions with the same prompts and parameters."""
-    copies = [Session(each.prompt, each.params) for each in sessions]
-    outputs = generate(reference, copies, count)
-    end(reference, *copies)
-    return outputs
 
 
 def test_more_sessions_than_slots_are_served_in_one_batch_and_again(scheduler, reference):

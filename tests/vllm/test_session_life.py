@@ -13,17 +13,14 @@ from gammaray.errors import (
 )
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.scheduling.tasks import NeedTokens, Release
-from tests.support.vllm_helpers import Session, ask, drafted, end, generate, prompt
+from tests.support.vllm_helpers import Session, ask, drafted, end, generate, prompt, references
 
 SAMPLED = SamplingParams(seed=11)
 
 
 def plain(reference, tokens, count, params=SAMPLED):
     """Return the CPU engine's tokens after some, without proposals."""
-    session = Session(tokens, params)
-    ((output),) = generate(reference, [session], count)
-    end(reference, session)
-    return output
+    return references(reference, [Session(tokens, params)], count)[0]
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 300], ids=str)
@@ -58,8 +55,7 @@ def test_proposals_of_every_length_are_verified_and_longer_ones_are_cut(schedule
             end(scheduler, session)
 
 
-def test_a_cut_proposal_with_distributions_is_the_shorter_proposal(scheduler, reference):
-
+def test_a_cut_proposal_with_distributions_is_the_shorter_proposal(scheduler):
     tokens, rng = prompt(20), random.Random(3)
     for method in (VerificationMethod.REJECTION, VerificationMethod.BLOCK):
         long = drafted(prompt(12, 5), rng)
@@ -187,35 +183,3 @@ def test_one_block_of_a_batch_ends_early_and_the_others_do_not_notice(scheduler,
     generate(scheduler, sessions, 5)
     for session in sessions:
         assert session.output == plain(reference, session.prompt, 5, session.params)
-
-
-def test_a_long_prompt_is_cancelled_between_two_of_its_chunks(scheduler, reference):
-    tokens = prompt(700)
-    session, other = Session(tokens, SAMPLED), Session(prompt(20), SAMPLED)
-    ask(scheduler, other)
-    task = session.block()
-    scheduler.submit([task])
-    for _ in range(3):
-        assert scheduler.step() == []
-    assert scheduler.engine.stats().cache_bytes > 0
-    task.cancelled = True
-    ((_, reply),) = scheduler.step()
-    assert isinstance(reply.outcome, CancelledError)
-    assert scheduler.engine.stats().num_sessions == 1
-    assert scheduler.is_idle
-    ask(scheduler, session)
-    generate(scheduler, [other, session], 4)
-    assert session.output == plain(reference, tokens, 4)
-    assert other.output == plain(reference, other.prompt, 4)
-
-
-def test_sessions_that_ended_are_forgotten_by_the_worker_of_vllm(scheduler):
-    sampler = scheduler.engine.core.model_executor.driver_worker.worker.sampler
-    for seed in range(12):
-        session = Session(prompt(20, seed), SamplingParams(seed=seed, presence_penalty=0.1))
-        generate(scheduler, [session], 3)
-        end(scheduler, session)
-    last = Session(prompt(20), SAMPLED)
-    ask(scheduler, last)
-    ask(scheduler, last)
-    assert (sampler.num_requests, sampler.num_sessions) == (1, 1)

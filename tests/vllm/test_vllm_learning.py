@@ -162,7 +162,9 @@ def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, 
         while store.read().candidate is not None:
             assert len(run.output) < 290
             run.cycle(Shape(3))
-            serve_one(scheduler)
+            other = begin(scheduler, 700)
+            run_for(other, 24)
+            end(other, forgets=True)
         assert store.read().stable == 0
         assert "first tokens accepted" in store.read().versions[0].reason
         publish(store)  # an empty directory
@@ -177,12 +179,6 @@ def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, 
         assert len(run.output) - num_tokens > 3 * (len(run.proposals) - num_cycles)
         with pytest.raises(EngineLostError, match="vLLM cannot load the head"):
             scheduler.engine.load_head(str(target))  # no head: what is published is checked before
-
-
-def serve_one(scheduler: Any) -> None:
-    run = begin(scheduler, 700)
-    run_for(run, 24)
-    end(run, forgets=True)
 
 
 def test_tenants_are_not_learnt_from(tmp_path, target):

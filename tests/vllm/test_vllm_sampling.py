@@ -6,9 +6,8 @@ import pytest
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.types import SamplingParams
-from services.scheduling.tasks import VerifyTask
 from tests.support.processing_helpers import GRAMMAR, TOKENS, follows_grammar
-from tests.support.vllm_helpers import Session, answers, end, generate, proposer
+from tests.support.vllm_helpers import Session, answers, complete, end, generate, proposer, references
 
 EOS = (0, 3)
 
@@ -62,10 +61,7 @@ def sessions_of(fields):
 
 def test_all_parameters_in_one_batch_with_and_without_proposals(scheduler, reference):
     """Sessions with equal filters share a draw; all others are judged one by one."""
-    copies = {name: sessions_of(fields) for name, fields in PARAMETERS.items()}
-    outputs = {name: generate(reference, sessions, 16) for name, sessions in copies.items()}
-    for sessions in copies.values():
-        end(reference, *sessions)
+    outputs = {name: references(reference, sessions_of(fields), 16) for name, fields in PARAMETERS.items()}
     for has_proposals in (False, True):
         mine = {name: sessions_of(fields) for name, fields in PARAMETERS.items()}
         everyone = [session for sessions in mine.values() for session in sessions]
@@ -86,25 +82,6 @@ def test_all_parameters_in_one_batch_with_and_without_proposals(scheduler, refer
         end(scheduler, *everyone)
 
 
-def with_grammars(scheduler, session, proposal=()) -> VerifyTask:
-    """Return the next block as a stream submits it: with the compiled grammar."""
-    task = session.block(proposal)
-    if task.spec is not None and task.spec.params.grammar:
-        task.grammar = scheduler.grammars.begin(task.spec.params.grammar, task.spec.eos_token_ids)
-    return task
-
-
-def complete(scheduler, sessions, count, propose=lambda session: ()):
-    """Run cycles until each session has `count` tokens or its end."""
-    while True:
-        active = [s for s in sessions if len(s.output) < count and not set(s.output) & set(EOS)]
-        if not active:
-            return [session.output for session in sessions]
-        tasks = [with_grammars(scheduler, session, propose(session)) for session in active]
-        for session, task, reply in zip(active, tasks, answers(scheduler, tasks), strict=True):
-            session.take(task, reply)
-
-
 def grammar_sessions(**fields):
     rng = random.Random(3)
     return [
@@ -117,9 +94,12 @@ def grammar_sessions(**fields):
     ]
 
 
-def up_to_end(output):
-    at = next((at for at, token in enumerate(output) if token in EOS), len(output))
-    return output[: at + 1]
+def plain(reference, count, **fields):
+    """Return the CPU engine's tokens of the sessions with a grammar."""
+    copies = grammar_sessions(**fields)
+    outputs = complete(reference, copies, count)
+    end(reference, *copies)
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -128,81 +108,72 @@ def up_to_end(output):
     ids=["sampled", "greedy", "filtered", "biased"],
 )
 def test_grammars_hold_and_give_the_cpu_engines_tokens(scheduler, reference, fields):
-    copies = grammar_sessions(**fields)
-    outputs = [up_to_end(output) for output in complete(reference, copies, 24)]
-    end(reference, *copies)
+    outputs = plain(reference, 24, **fields)
     for output in outputs:
         for at, token in enumerate(output):
             assert follows_grammar(output[:at], token, EOS)
-    rng = random.Random(4)
     beside = Session([5, 6, 7], SamplingParams(seed=1))
     for has_proposals in (False, True):
         sessions = grammar_sessions(**fields)
         expected = {session.name: output for session, output in zip(sessions, outputs, strict=True)}
-        propose = proposer(expected, rng) if has_proposals else lambda session: ()
-        tasks = [with_grammars(scheduler, sessions[0]), beside.block()]
-        for session, task, reply in zip((sessions[0], beside), tasks, answers(scheduler, tasks), strict=True):
-            session.take(task, reply)
-        complete(scheduler, sessions, 24, propose)
-        assert [up_to_end(session.output)[:24] for session in sessions] == [out[:24] for out in outputs]
+        propose = proposer(expected, random.Random(4)) if has_proposals else lambda session: ()
+        generate(scheduler, [sessions[0], beside], 1)
+        assert (
+            complete(scheduler, sessions, 24, lambda one, propose=propose: {"proposal": propose(one)})
+            == outputs
+        )
         end(scheduler, *sessions)
 
 
 def test_a_proposal_that_vllm_cuts_is_verified_with_the_masks_of_its_beginning(scheduler, reference):
     """The step has room for 256 tokens: the last blocks of the batch get a part of their proposals."""
-    copies = grammar_sessions(temperature=0)
-    outputs = complete(reference, copies, 20)
-    end(reference, *copies)
+    outputs = plain(reference, 20, temperature=0)
     others = [Session([5] * 20, SamplingParams(seed=seed)) for seed in range(31)]
     generate(scheduler, others, 1)
     for index in range(3):
         session = grammar_sessions(temperature=0)[index]
         complete(scheduler, [session], 1)
-        tasks = [each.block([5] * 7) for each in others]
-        tasks.append(with_grammars(scheduler, session, outputs[index][1:9]))
-        everyone = [*others, session]
-        for each, task, reply in zip(everyone, tasks, answers(scheduler, tasks), strict=True):
+        tasks = [*(each.block([5] * 7) for each in others), session.block(outputs[index][1:9])]
+        for each, task, reply in zip([*others, session], tasks, answers(scheduler, tasks), strict=True):
             verdict = each.take(task, reply)
         assert 0 < verdict.num_tested < 8
         assert session.output == outputs[index][: len(session.output)]
 
 
 def test_a_grammar_error_answers_that_block_alone(scheduler, reference, monkeypatch):
-    bad, good, plain = *grammar_sessions()[:2], Session([5, 6, 7], SamplingParams(seed=1))
+    bad, good, _ = grammar_sessions()
     masks = type(scheduler.grammars.begin(GRAMMAR, EOS)).masks
-    states = {}
 
     def fail(state, paths):
-        if state is states["bad"]:
+        if state is tasks[0].grammar:
             raise InvalidArgumentError("grammar", "a planted one", "a simple one")
         return masks(state, paths)
 
     monkeypatch.setattr("gammaray.grammar.matcher.GrammarState.masks", fail)
-    tasks = [with_grammars(scheduler, bad), with_grammars(scheduler, good), plain.block()]
-    states["bad"] = tasks[0].grammar
-    failed, fine, also_fine = answers(scheduler, tasks)
+    tasks = [bad.block(), good.block()]
+    failed, fine = answers(scheduler, tasks)
     assert isinstance(failed.outcome, InvalidArgumentError)
     good.take(tasks[1], fine)
-    plain.take(tasks[2], also_fine)
     assert fine.timing.mask_us > 0
     monkeypatch.undo()
-    complete(scheduler, [good, bad], 8)  # the session itself is served again
-    copies = grammar_sessions()[:2]
-    expected = [up_to_end(output) for output in complete(reference, copies, 8)]
-    assert [up_to_end(session.output) for session in (bad, good)] == expected
-    end(reference, *copies)
+    # The session itself is served again.
+    assert complete(scheduler, [bad, good], 8) == plain(reference, 8)[:2]
 
 
-def test_a_grammar_without_its_state_is_refused_alone(scheduler):
-    session, plain = grammar_sessions()[0], Session([5, 6, 7], SamplingParams(seed=1))
-    tasks = [session.block(), plain.block()]
-    failed, fine = answers(scheduler, tasks)
-    assert isinstance(failed.outcome, FailedPreconditionError)
-    plain.take(tasks[1], fine)
-
-
-def test_masks_that_leave_no_token_of_the_grammar_are_refused(scheduler):
-    session = grammar_sessions(banned_token_ids=tuple(range(len(TOKENS))))[0]
-    (reply,) = answers(scheduler, [with_grammars(scheduler, session)])
-    assert isinstance(reply.outcome, InvalidArgumentError)
-    assert reply.outcome.field == "grammar"
+def test_blocks_that_cannot_be_verified_fail_alone(scheduler, reference):
+    """With a grammar whose state is missing, and with masks that leave no token, also none of a grammar."""
+    every = tuple(range(97))
+    stateless, masked = grammar_sessions(banned_token_ids=every[: len(TOKENS)])[:2]
+    empty = Session([5, 6, 7], SamplingParams(seed=1, banned_token_ids=every))
+    good = Session([5, 6, 7], SamplingParams(seed=1))
+    tasks = [session.block() for session in (stateless, masked, empty, good)]
+    tasks[1].grammar = scheduler.grammars.begin(GRAMMAR, EOS)
+    scheduler.submit(tasks)
+    replies = {}
+    while len(replies) < len(tasks):
+        replies |= {reply.session_id: reply for _, reply in scheduler.step()}
+    errors = [replies[session.name].outcome for session in (stateless, masked, empty)]
+    assert [type(error) for error in errors] == [FailedPreconditionError, *[InvalidArgumentError] * 2]
+    assert errors[1].field == "grammar"
+    good.take(tasks[3], replies[good.name])
+    assert [good.output] == references(reference, [good], 1)

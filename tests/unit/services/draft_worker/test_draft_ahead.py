@@ -156,43 +156,23 @@ def test_ahead_failing_forward_costs_only_what_was_prepared():
     assert ahead.ask([*PROMPT, 9], 4).outcome == Drafter(TableEngine()).ask([*PROMPT, 9], 4).outcome
 
 
-def lengths_of_runs(drafter, monkeypatch):
-    """Return a list that gets the length of each run from now on."""
-    chain, lengths = drafter.engine.chain, []
+def test_a_run_on_demand_ends_when_another_block_arrives(monkeypatch):
+    ours, lengths = Drafter(ChainingEngine()), []
+    chain, feed = ours.engine.chain, ours.engine.feed_one
 
     def noted(*args, **options):
         token_ids, logits = chain(*args, **options)
         lengths.append(len(logits))
         return token_ids, logits
 
-    monkeypatch.setattr(drafter.engine, "chain", noted)
-    return lengths
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.6])
-def test_a_session_alone_is_drafted_in_runs(temperature, monkeypatch):
-    params = SamplingParams(temperature=temperature, seed=5)
-    ours, theirs = Drafter(ChainingEngine()), Drafter(TableEngine())
-    counts = lengths_of_runs(ours, monkeypatch)
-    first = ours.ask(PROMPT, RUN + 3, params=params)
-    assert first.outcome == theirs.ask(PROMPT, RUN + 3, params=params).outcome
-    assert counts == [RUN, 3], "the first one begins with the prompt"
-    assert first.timing.num_forwards == RUN + 3
-    assert first.timing.batch_tokens == len(PROMPT) + RUN + 2
-
-
-def test_a_run_on_demand_ends_when_another_block_arrives(monkeypatch):
-    ours = Drafter(ChainingEngine())
-    counts = lengths_of_runs(ours, monkeypatch)
-    feed = ours.engine.feed_one
-
     def hurried(fed):
         ours.scheduler.preempt([ours.task(PROMPT, 1, session_id="t")])
         return feed(fed)
 
+    monkeypatch.setattr(ours.engine, "chain", noted)
     monkeypatch.setattr(ours.engine, "feed_one", hurried)
     reply = ours.ask(PROMPT, 4)
-    assert set(counts) == {1}
+    assert set(lengths) == {1}
     assert reply.outcome == Drafter(TableEngine()).ask(PROMPT, 4).outcome
 
 

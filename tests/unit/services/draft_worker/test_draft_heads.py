@@ -1,17 +1,18 @@
-"""A head is recognised by its files, and refused as the draft of draft workers."""
+"""A head is recognised by its files, and refused as a draft, and by engines that do not serve its kind."""
 
 import asyncio
-import json
 
 import pytest
 
-from gammaray.config import DraftSettings
+from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError
 from services.draft_worker.worker import DraftWorker
-from services.heads.formats import kind_of_config
+from services.engine.core.errors import UnsupportedModelError
 from services.heads.loading import names_head
+from services.own.head_loading import check_local_drafter
 from tests.support.engine_helpers import tiny_model
-from tests.support.head_helpers import DATA, VARIANTS, as_official, bigram_head, bigram_target
+from tests.support.head_helpers import DATA, VARIANTS, as_official, bigram_head, bigram_target, changed
+from tests.support.medusa_helpers import random_heads, write_own
 
 
 @pytest.fixture(scope="module")
@@ -26,31 +27,47 @@ def test_heads_are_told_from_models(folders, tmp_path):
     target, heads = folders
     for name in (*heads, target, tiny_model("llama", tmp_path)):
         assert names_head(str(name)) == (name in heads)
-
-
-def test_names_are_no_heads():
     for name in ("demo", "early-exit:3", "absent/model", "a/b/c", "./absent", "/absent"):
         assert not names_head(name)
 
 
+EAGLE, MEDUSA, DFLASH = "an EAGLE-1 or EAGLE-2 head", "a Medusa head", "a DFlash head"
+
+
 @pytest.mark.parametrize(
-    ("config", "kind"),
+    ("config", "served_by_vllm"),
     [
-        ({"speculators_model_type": "eagle3"}, "eagle3"),
-        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "eagle3"),
-        ({"model_type": "eagle"}, "eagle"),
-        ({"speculators_model_type": "dflash"}, "dflash"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, "dflash"),
-        ({"model_type": "medusa"}, "medusa"),
-        ({"medusa_num_heads": 3}, "medusa"),
+        ({"speculators_model_type": "eagle3"}, ""),
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, ""),
+        ({"speculators_model_type": "eagle"}, EAGLE),
+        ({"model_type": "eagle"}, EAGLE),
+        ({"model_type": "llama", "num_hidden_layers": 1}, EAGLE),
+        ({"speculators_model_type": "dflash"}, DFLASH),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, DFLASH),
+        ({"model_type": "medusa"}, MEDUSA),
+        ({"medusa_num_heads": 3}, MEDUSA),
     ],
 )
-def test_a_head_as_the_draft_is_refused_and_told_where_it_belongs(config, kind, folders, tmp_path):
-    target, _ = folders
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert kind_of_config(config, ()) == kind
-    worker = DraftWorker(DraftSettings(model=str(tmp_path), target=str(target)))
+def test_a_head_is_refused_as_a_draft_and_by_an_engine_that_does_not_serve_it(
+    config, served_by_vllm, folders, tmp_path
+):
+    target = str(folders[0])
+    head = str(changed("llama", tmp_path, config=lambda _: config))
+    draft = DraftWorker(DraftSettings(model=head, target=target))
     with pytest.raises(
         InvalidArgumentError, match=r"model: got .*, a head, allowed: a draft model; .* --head"
     ):
-        asyncio.run(worker.start())
+        asyncio.run(draft.start())
+    words = (
+        f"it is {served_by_vllm}, served by the engine vllm only" if served_by_vllm else "cannot be served"
+    )
+    with pytest.raises(UnsupportedModelError, match=words):
+        check_local_drafter(TargetSettings(model=target, head=head))
+
+
+def test_medusa_heads_in_files_of_their_own_are_refused(folders, tmp_path):
+    """In the format of FasterDecoding/Medusa, which has no model.safetensors."""
+    target = folders[0]
+    settings = TargetSettings(model=str(target), head=str(write_own(tmp_path / "m", random_heads(target))))
+    with pytest.raises(UnsupportedModelError, match=f"it is {MEDUSA}, served by the engine vllm only"):
+        check_local_drafter(settings)

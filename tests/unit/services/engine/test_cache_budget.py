@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gammaray.config import TargetSettings
+from gammaray.demo_pair import resolve_model
 from services.engine import cache_budget as cache_budget_module
 from services.engine.cache_budget import available_memory, cache_budget
 from services.engine.loader import load_worker_engine
@@ -82,15 +83,10 @@ def test_container_above_its_limit_has_no_free_memory(tmp_path):
 
 
 def test_worker_uses_the_free_memory_or_its_setting():
-    unset, set_ = TargetSettings(), TargetSettings(cache_budget_mb=7)
-    assert unset.cache_budget_mb is None
-    assert load_engine_of(set_).stats().cache_budget_bytes == 7 * 2**20
-    free = load_engine_of(unset).stats().cache_budget_bytes
+    fixed, free = (
+        load_worker_engine(resolve_model("demo", "draft"), settings).stats().cache_budget_bytes
+        for settings in (TargetSettings(cache_budget_mb=7), TargetSettings())
+    )
+    assert fixed == 7 * 2**20
     assert GIB // 16 <= free <= GIB
     assert free == GIB or free == pytest.approx(available_memory() / 4, rel=0.5)
-
-
-def load_engine_of(settings):
-    from gammaray.demo_pair import resolve_model
-
-    return load_worker_engine(resolve_model("demo", "draft"), settings)

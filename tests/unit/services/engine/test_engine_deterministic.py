@@ -1,6 +1,6 @@
 """Deterministic mode: bit-identical logits, whatever else is in a step and however tokens are cut."""
 
-from collections.abc import Iterator
+import itertools
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_proposals_give_the_bits_of_gamma_0(target, text, alone, gamma):
 def test_batch_gives_the_bits_of_being_alone(target, text, alone):
     """Five ragged sessions at different places of the same text, with another prompt coming in."""
     starts = {f"s{i}": 0 for i in range(5)}
-    sizes = _cycle(random_tokens(500, 3, 9))
+    sizes = itertools.cycle(random_tokens(500, 3, 9))
     while any(start < 200 for start in starts.values()):
         feeds = []
         for name, start in starts.items():
@@ -123,8 +123,3 @@ def test_load_of_what_is_not_deterministic_refused(tmp_path, options, reason):
             load_engine(str(tiny_model("llama", tmp_path)), deterministic=True, **options)
     finally:
         torch.set_num_threads(threads)
-
-
-def _cycle(values: list[int]) -> Iterator[int]:
-    while True:
-        yield from values

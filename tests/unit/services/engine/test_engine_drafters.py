@@ -115,12 +115,9 @@ def test_early_exit_out_of_range_is_refused_with_the_range(source, number):
         assert "3 layers" in str(caught.value) or number == "0"
 
 
-@pytest.mark.parametrize("drafter", ["early-exit:1", "shared"])
-def test_drafter_that_needs_its_target_is_refused_without_it(source, tmp_path, drafter):
-    if drafter == "shared":
-        drafter = make_drafter(source, tmp_path / "d", shares_embedding=True)
+def test_early_exit_is_refused_without_its_target():
     with pytest.raises(InvalidArgumentError) as caught:
-        load(drafter)
+        load("early-exit:1")
     assert caught.value.field == "target"
 
 
@@ -142,7 +139,7 @@ def test_embedding_is_found_by_the_name_that_the_model_gives_it(tmp_path, arch):
         reference.get_input_embeddings().weight.copy_(plain_model(target).get_input_embeddings().weight)
     made = logits_of(load(drafter, target), TEXT)
     assert torch.allclose(made, plain_logits(reference, TEXT), atol=1e-4)
-    with pytest.raises(InvalidArgumentError, match="shares the target's embedding"):
+    with pytest.raises(InvalidArgumentError, match=r"target: .* shares the target's embedding"):
         load(drafter)
 
 
@@ -213,17 +210,15 @@ save_file({"logits": logits.contiguous()}, sys.argv[1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["one file", "shards"])
-def test_drafter_of_the_hub_is_loaded_as_its_directory_is(source, tmp_path, is_sharded):
+def test_drafter_of_the_hub_in_shards_is_loaded_as_its_directory_is(source, tmp_path):
     drafter = make_drafter(source, tmp_path / "d", draft_vocab_size=40, shares_embedding=True)
     expected = logits_of(load(drafter, source), TEXT)
-    if is_sharded:
-        weights = load_file(drafter / "model.safetensors")
-        (drafter / "model.safetensors").unlink()
-        names = {key: f"part-{number}.safetensors" for number, key in enumerate(sorted(weights))}
-        for key, name in names.items():
-            save_file({key: weights[key]}, drafter / name)
-        (drafter / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    weights = load_file(drafter / "model.safetensors")
+    (drafter / "model.safetensors").unlink()
+    names = {key: f"part-{number}.safetensors" for number, key in enumerate(sorted(weights))}
+    for key, name in names.items():
+        save_file({key: weights[key]}, drafter / name)
+    (drafter / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     other = {"name": "another", "fingerprint": "f" * 64}
     (drafter / "gammaray.json").write_text(json.dumps({"format": 1, "target": other, "tokenizer": other}))
     for name, folder in (("drafter", drafter), ("target", source)):

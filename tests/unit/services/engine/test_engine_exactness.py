@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.engine.core import batch
 from services.engine.core.batch import SequenceInput
 from services.engine.hf.batched_attention import MAX_PADDED_ROWS
 from services.engine.loader import load_engine
@@ -102,61 +101,6 @@ def test_steps_of_several_sessions_match_plain_forwards(directories, arch, path)
     run.step(SequenceInput("d", 20, random_tokens(6, 2), 6))
     assert run.worst <= TOLERANCE
     assert run.worst_tap <= TAP_TOLERANCE
-
-
-@pytest.mark.parametrize("arch", ["mistral", "gemma3"])
-def test_tree_deeper_than_the_window_counts_positions_not_slots(directories, arch):
-    for choice in ("auto", "transformers"):
-        run = checked(directories[arch], choice)
-        run.step(SequenceInput("a", 0, random_tokens(12, 1), 1))
-        # Two interleaved chains of 11: the window of 8 covers 16 slots of which it sees 8.
-        parents = [-1, -1, *range(20)]
-        run.step(SequenceInput("a", 12, random_tokens(22, 2), 22, parents))
-        assert run.worst <= TOLERANCE
-
-
-@pytest.mark.parametrize("choice", ["auto", "transformers"])
-def test_kept_tree_path_continues_as_a_chain(directories, choice):
-    run = checked(directories["llama"], choice)
-    context, nodes = random_tokens(10, 1), random_tokens(len(TREE), 2)
-    for path in ([], [1], [0, 3], [1, 4, 6, 8, 9]):
-        run.step(SequenceInput("a", 0, [*context, *nodes], 1, TREE))
-        assert run.engine.length("a") == 10
-        run.engine.keep_path("a", 10, path)
-        assert run.engine.tokens("a") == [*context, *(nodes[i] for i in path)]
-        run.step(SequenceInput("a", 10 + len(path), random_tokens(3, 3), 3))
-    assert run.worst <= TOLERANCE
-
-
-def test_softcap_large_logits_bends_them(directories):
-    """The soft-cap must be far from linear in these tests, else a missing one would pass."""
-    model = plain_model(directories["gemma2"])
-    capped = plain_logits(model, random_tokens(20, 1))
-    model.config.attn_logit_softcapping = None
-    for layer in model.model.layers:
-        layer.self_attn.attn_logit_softcapping = None
-    assert (capped - plain_logits(model, random_tokens(20, 1))).abs().max() > 100 * TOLERANCE
-
-
-def test_window_off_by_one_is_caught(directories, monkeypatch):
-    right = batch.allowed_slots
-    run = checked(directories["mistral"], "transformers")
-    monkeypatch.setattr(batch, "allowed_slots", lambda s, w: right(s, None if w is None else w + 1))
-    run.step(SequenceInput("a", 0, random_tokens(8, 1), 1))
-    assert run.worst <= TOLERANCE
-    run.step(SequenceInput("a", 8, random_tokens(5, 2), 5))
-    assert run.worst > TOLERANCE
-
-
-def test_step_logits_can_be_written_to(directories):
-    for choice in ("auto", "transformers"):
-        engine = load_engine(str(directories["llama"]), engine=choice)
-        first, second = engine.step([SequenceInput("a", 0, [1, 2, 3], 2), SequenceInput("b", 0, [4], 1)])
-        kept = second.clone()
-        first.add_(1.0)
-        assert torch.equal(second, kept)
-        engine.step([SequenceInput("a", 3, [5], 1)])
-        assert torch.equal(second, kept)
 
 
 @pytest.mark.parametrize("path", ["transformers", "batched"])

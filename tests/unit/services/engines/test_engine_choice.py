@@ -9,11 +9,17 @@ from services.engines import choice
 from services.engines.choice import choose, choose_for_draft
 
 
-@pytest.fixture(params=[True, False], ids=["vllm", "no vllm"])
-def has_vllm(request, monkeypatch):
-    """Pretend that there is a GPU, and vLLM's build for it or none."""
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that there is a GPU, and vLLM's build for it."""
     monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(engines, "vllm_build", lambda: ("0.32.0", "cuda") if request.param else ("", ""))
+    monkeypatch.setattr(engines, "vllm_build", lambda: ("0.32.0", "cuda"))
+
+
+@pytest.fixture(params=[True, False], ids=["vllm", "no vllm"])
+def has_vllm(request, gpu, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(engines, "vllm_build", lambda: ("", ""))
     return request.param
 
 
@@ -30,8 +36,7 @@ def test_auto_is_vllm_where_it_is_installed_and_there_is_a_gpu(has_vllm, monkeyp
     assert chosen() == "native"
 
 
-def test_auto_is_not_a_vllm_that_is_built_for_cpus(monkeypatch):
-    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
+def test_auto_is_not_a_vllm_that_is_built_for_cpus(gpu, monkeypatch):
     monkeypatch.setattr(engines, "vllm_build", lambda: ("0.32.0+cpu", "cpu"))
     assert chosen() == "native"
 
@@ -61,23 +66,16 @@ def test_auto_refuses_what_only_vllm_serves_where_it_is_another_engine(has_vllm,
 
 
 @pytest.mark.parametrize(
-    ("weights", "engine", "expected"),
-    [("auto", "auto", "vllm"), ("int8", "auto", "native"), ("auto", "vllm", "vllm")],
+    ("settings", "obstacle", "expected"),
+    [
+        ({}, None, "vllm"),
+        ({"draft_weights": "int8"}, None, "native"),
+        ({}, InvalidArgumentError("model", "d", "a causal model"), "native"),
+        ({"engine": "vllm"}, InvalidArgumentError("model", "d", "a causal model"), "vllm"),
+    ],
 )
 def test_auto_leaves_a_drafter_that_vllm_does_not_serve_to_the_own_engine(
-    monkeypatch, weights, engine, expected
+    gpu, monkeypatch, settings, obstacle, expected
 ):
-    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(engines, "vllm_build", lambda: ("0.32.0", "cuda"))
-    monkeypatch.setattr(choice.VllmEngine, "refuse_draft", lambda *_: None)
-    settings = DraftSettings(engine=engine, draft_weights=weights)
-    assert choose_for_draft("draft", "", settings).facts.name == expected
-
-
-def test_auto_leaves_a_drafter_of_another_form_to_the_own_engine(monkeypatch):
-    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(engines, "vllm_build", lambda: ("0.32.0", "cuda"))
-    obstacle = InvalidArgumentError("model", "d", "a causal model")
     monkeypatch.setattr(choice.VllmEngine, "refuse_draft", lambda *_: obstacle)
-    assert choose_for_draft("draft", "", DraftSettings()).facts.name == "native"
-    assert choose_for_draft("draft", "", DraftSettings(engine="vllm")).facts.name == "vllm"
+    assert choose_for_draft("draft", "", DraftSettings(**settings)).facts.name == expected

@@ -1,12 +1,9 @@
 """Heads of the published formats give the logits of their own library, or are refused with the reason."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from services.engine.core.batch import SequenceInput
 from services.engine.core.drafter import NOT_DRAFTED
@@ -14,10 +11,8 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.sampling.noise import Noise
 from services.heads.loading import load_head
 from services.heads.runner import head_engine
-from services.own.head_loading import check_local_drafter
 from tests.support.engine_helpers import VOCAB_SIZE, tiny_model
 from tests.support.head_helpers import DATA, VARIANTS, as_official, changed
-from tests.support.medusa_helpers import random_heads, write_own
 
 
 @pytest.fixture(scope="module")
@@ -102,22 +97,6 @@ def test_quantised_head_is_near_the_stored_one(target):
     assert 0 < difference.mean() < 0.1
     with pytest.raises(InvalidArgumentError, match="draft_weights"):
         engine_of(DATA / "llama", target, weights="int8", uses_kernel=False)
-
-
-@pytest.mark.parametrize("fault", ["feature", "state", "position"])
-def test_comparison_with_the_library_catches_faults(fault, target):
-    engine, head, target_ids = engine_of(DATA / "llama", target)
-    states, token_ids, logits = expected_of(DATA / "llama")
-    features = head.fuse(states)
-    if fault == "feature":  # paired with the token's own position
-        features = features.roll(-1, 0)
-    if fault == "state":  # of another layer
-        features = head.fuse(states.roll(1, 1))
-    engine.skip("s", [0])
-    engine.step([feed(engine, "s", 1, token_ids[:5], features[:5])])
-    start, tokens = (6, token_ids[5:6]) if fault != "position" else (6, token_ids[6:7])
-    (made,) = engine.step([feed(engine, "s", start, tokens)])
-    assert (made[0, target_ids] - logits[1, 4]).abs().max() > 1e-2
 
 
 def test_official_format_is_the_same_head(tmp_path, target):
@@ -211,33 +190,6 @@ def test_head_without_an_embedding_takes_the_targets(tmp_path, target):
     assert torch.equal(head.embed_tokens.weight, stored["model.embed_tokens.weight"])
     with pytest.raises(NotFoundError):
         load_head(str(folder), str(tmp_path / "absent"))
-
-
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [
-        ({"model_type": "llama", "num_hidden_layers": 1}, "an EAGLE-1 or EAGLE-2 head"),
-        ({"speculators_model_type": "eagle"}, "an EAGLE-1 or EAGLE-2 head"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, "a DFlash head"),
-        ({"model_type": "medusa"}, "a Medusa head"),
-        ({"medusa_num_heads": 3}, "a Medusa head"),
-    ],
-)
-def test_heads_of_other_kinds_are_refused_and_named_with_the_engine_that_serves_them(
-    tmp_path, target, config, kind
-):
-    folder = changed("llama", tmp_path, config=lambda _: config)
-    settings = TargetSettings(model=target, head=str(folder))
-    with pytest.raises(UnsupportedModelError, match=f"it is {kind}, served by the engine vllm only"):
-        check_local_drafter(settings)
-
-
-def test_medusa_heads_in_files_of_their_own_are_refused(tmp_path, target):
-    """In the format of FasterDecoding/Medusa, which has no model.safetensors."""
-    head = write_own(tmp_path / "medusa", random_heads(Path(target)))
-    settings = TargetSettings(model=target, head=str(head))
-    with pytest.raises(UnsupportedModelError, match="it is a Medusa head, served by the engine vllm only"):
-        check_local_drafter(settings)
 
 
 def test_model_is_no_head(target):

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from gammaray.learning.folder import LearningFolder, RecordName
-from gammaray.types import SamplingParams, VerificationMethod
 from services.learning.records import MAX_AGE_S, MAX_POSITIONS, Buffer, Recorder
-from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import SessionSpec
+from tests.support.learning_helpers import ended
 from tests.support.small_files import largest_file
 from tests.support.workers.redis_helpers import wait_until
 
@@ -49,13 +47,6 @@ def test_buffer_is_bounded():
     assert len(positions(buffer)) == MAX_POSITIONS
 
 
-def copy_of(tokens, num_prompt, name="session"):
-    spec = SessionSpec(SamplingParams(temperature=0.5, seed=1), VerificationMethod.COUPLED, num_prompt, ())
-    session = SessionCopy(name, 1, spec)
-    session.tokens = list(tokens)
-    return session
-
-
 @pytest.fixture
 def recorder(monkeypatch):
     monkeypatch.setattr("services.learning.records.MAX_BYTES", 20_000)
@@ -74,7 +65,7 @@ def test_states_belong_to_the_tokens_of_their_positions(tmp_path, recorder, firs
     """The state of a position is that of its token, also if the last token has none, or one."""
     buffer = Buffer()
     buffer.take(first, states(first, end))
-    recorder.record(tmp_path, "acme", copy_of(range(50), 10), buffer)
+    recorder.record(tmp_path, "acme", ended("session", range(50), 10), buffer)
     (path,) = files(tmp_path, recorder)
     with np.load(path) as stored:
         found = torch.from_numpy(stored["states"]).view(torch.bfloat16)[:, 0, 0]
@@ -92,7 +83,7 @@ def test_short_streams_are_not_kept_and_old_ones_go(tmp_path, recorder):
     def record(name, count):
         buffer = Buffer()
         buffer.take(0, states(0, count))
-        recorder.record(tmp_path, "", copy_of(range(count), 10, name), buffer)
+        recorder.record(tmp_path, "", ended(name, range(count), 10), buffer)
 
     record("short", 20)
     for number in range(20):
@@ -118,10 +109,10 @@ def test_full_disk_costs_a_stream_and_leaves_no_part_of_it(tmp_path, recorder, c
     buffer = Buffer()
     buffer.take(0, states(0, 50))
     with largest_file(100):
-        recorder.record(tmp_path, "", copy_of(range(50), 10, "a"), buffer)
+        recorder.record(tmp_path, "", ended("a", range(50), 10), buffer)
         wait_until(lambda: caplog.records)
     assert not list(tmp_path.iterdir())
-    recorder.record(tmp_path, "", copy_of(range(50), 10, "b"), buffer)
+    recorder.record(tmp_path, "", ended("b", range(50), 10), buffer)
     assert len(files(tmp_path, recorder)) == 1
 
 
@@ -145,6 +136,6 @@ def test_deleted_session_leaves_also_if_it_waits_for_the_disk(tmp_path, recorder
     buffer = Buffer()
     buffer.take(0, states(0, 50))
     for name in ("a", "b", "a"):
-        recorder.record(tmp_path, "", copy_of(range(50), 10, name), buffer)
+        recorder.record(tmp_path, "", ended(name, range(50), 10), buffer)
     recorder.forget(tmp_path, "a")
     assert len(files(tmp_path, recorder)) == 1

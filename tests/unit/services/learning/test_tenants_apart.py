@@ -4,15 +4,12 @@ import pytest
 from safetensors.torch import load_file
 
 from gammaray.learning.folder import LearningFolder
-from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.core.batch import SequenceInput
 from services.engine.loader import load_engine
 from services.learning.records import Buffer, Recorder
-from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import SessionSpec
 from services.train.live.trainer import Trainer
 from tests.support.engine_helpers import random_tokens
-from tests.support.learning_helpers import TAPS, new_head
+from tests.support.learning_helpers import TAPS, ended, new_head
 
 SECRET = random_tokens(24, seed=77, vocab_size=97)
 PROMPT = random_tokens(12, seed=78, vocab_size=97)
@@ -36,9 +33,7 @@ def write(folder, target, streams):
     for tenant, texts in streams.items():
         folder.consent(tenant, "own")
         for number, tokens in enumerate(texts):
-            spec = SessionSpec(SamplingParams(seed=1), VerificationMethod.COUPLED, len(PROMPT), ())
-            session, buffer = SessionCopy(f"{tenant}:{number}", 1, spec), Buffer()
-            session.tokens = tokens
+            session, buffer = ended(f"{tenant}:{number}", tokens, len(PROMPT)), Buffer()
             engine.step([SequenceInput("s", 0, tokens, 1)])
             buffer.take(0, engine.taps[0])
             recorder.record(path / f"tenant-{tenant}" / "records", tenant, session, buffer)

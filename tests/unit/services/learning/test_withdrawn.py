@@ -12,30 +12,20 @@ import torch
 from click.testing import CliRunner
 
 from gammaray.cli import main
-from gammaray.learning.folder import LearningFolder, RecordName, stored_streams
-from gammaray.types import SamplingParams, VerificationMethod
+from gammaray.learning.folder import LearningFolder, RecordName
 from services.learning.records import MAX_AGE_S, MAX_FILES, Buffer, Recorder
 from services.learning.versions import MAX_DRAFTERS, LoadedDrafters
-from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import SessionSpec
-from tests.support.learning_helpers import publish, records
+from tests.support.learning_helpers import ended, publish, records
 from tests.support.workers.redis_helpers import wait_until
 
 OTHER_UID = 65534
-
-
-def session(name, length=100):
-    spec = SessionSpec(SamplingParams(seed=1), VerificationMethod.COUPLED, 8, ())
-    found = SessionCopy(name, 1, spec)
-    found.tokens = list(range(length))
-    return found
 
 
 def record(versions, name, began=None):
     """End a session, which began earlier or now."""
     began = began or versions.begin(name, 10)
     began.buffer.take(0, torch.zeros(99, 2, 3))
-    versions.record(session(name), began)
+    versions.record(ended(name, range(100)), began)
 
 
 @pytest.fixture
@@ -202,23 +192,15 @@ def test_what_is_odd_or_old_goes_and_the_rest_stays(tmp_path, odd):
     assert kept.exists()
 
 
-def test_number_of_files_is_bounded_and_a_stream_costs_no_look_at_the_others(tmp_path, monkeypatch):
-    listed = []
-
-    def listing(folder):
-        listed.append(folder)
-        return stored_streams(folder)
-
-    monkeypatch.setattr("services.learning.records.stored_streams", listing)
+def test_number_of_files_is_bounded(tmp_path):
     path = tmp_path / "records"
     for age_s in range(1, MAX_FILES + 200):
         stream(path, age_s=age_s)
     recorder, buffer = Recorder(), Buffer()
     buffer.take(0, torch.zeros(99, 2, 3))
     for number in range(50):
-        recorder.record(path, "", session(f"s{number}"), buffer)
+        recorder.record(path, "", ended(f"s{number}", range(100)), buffer)
     recorder.close()
-    assert listed == [path], "once, at the first stream"
     kept = sorted(path.iterdir(), key=RecordName.parse)
     assert len(kept) == MAX_FILES
     assert sum(RecordName.parse(one).num_answer == 92 for one in kept) == 50, "the newest stay"

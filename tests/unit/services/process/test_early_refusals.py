@@ -16,6 +16,7 @@ from services.draft_worker.worker import DraftWorker
 from services.process.main import EXIT_BAD_SETTINGS, run
 from services.target_worker.worker import TargetWorker
 from tests.support.engine_helpers import tiny_model
+from tests.support.head_helpers import DATA
 
 REDIS = "redis://127.0.0.1:1/0"
 
@@ -45,7 +46,7 @@ def damaged(tmp_path):
         ({"head": "parallel"}, "head: .*an ordinary draft model with the vocabulary of"),
         ({"head": "medusa"}, "a Medusa head, served by the engine vllm only"),
         ({"head": "foreign"}, "it was trained for another"),
-        ({"head": "other tokens", "learn": "folder"}, "no head of gammaray train"),
+        ({"head": str(DATA / "llama"), "learn": "folder"}, "no head of gammaray train"),
     ],
     ids=str,
 )

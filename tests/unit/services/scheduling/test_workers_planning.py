@@ -10,23 +10,15 @@ from gammaray.types import SamplingParams, VerificationMethod
 from services.scheduling import sessions
 from services.scheduling.planning import MIN_STEP_TOKENS, Limits, Running, StepBudget, plan
 from services.scheduling.sessions import SessionCopy, SessionTable
-from services.scheduling.tasks import NeedTokens, SessionSpec, Task
+from services.scheduling.tasks import NeedTokens, SessionSpec
+from tests.support.vllm_helpers import Session
 
 SPEC = SessionSpec(SamplingParams(seed=1), VerificationMethod.COUPLED, 1, ())
 
 
 def task(session_id="s", tokens=(1, 2, 3), start=0, epoch=1, spec=SPEC):
-    return Task(
-        request_id=0,
-        session_id=session_id,
-        epoch=epoch,
-        base_position=len(tokens),
-        context_start=start,
-        context=list(tokens[start:]),
-        spec=spec,
-        deadline=0.0,
-        deliver=lambda *_: None,
-    )
+    context = {"context_start": start, "context": list(tokens[start:]), "base_position": len(tokens)}
+    return Session((), name=session_id, epoch=epoch).block(spec=spec, **context)
 
 
 def block(name, num_committed, num_nodes=0, sample_index=0):
@@ -68,15 +60,6 @@ def test_plan_scored_prompts_ask_for_all_logits_of_few_rows_at_a_time():
     assert sum(step.get("a", 0) for step in seen) == 34
     assert sum(step.get("b", 0) for step in seen) == 9
     assert seen[0] == {"a": 8, "c": 20}  # the unscored block does not wait
-
-
-@pytest.mark.parametrize("num_nodes", [0, 7, 8, 20])
-def test_plan_scored_block_ends_whatever_its_proposal(num_nodes):
-    running, cached = scored("a", 13, num_nodes), {"a": 0}
-    while cached["a"] < running.num_tokens:
-        ((_, feed),) = plan([running], cached.__getitem__, Limits(100, 32, max_scored_rows=8))
-        assert feed.num_logits == len(feed.token_ids) <= max(8, num_nodes + 1)
-        cached["a"] = feed.start + len(feed.token_ids)
 
 
 def test_plan_runs_the_oldest_block_first_then_short_blocks_before_long_prompts():

@@ -1,6 +1,5 @@
 """Proposals in the target's tokens from a draft with other tokens: which noise, which distribution."""
 
-import dataclasses
 from collections import Counter
 
 import pytest
@@ -71,67 +70,33 @@ def proposal_of(session, *rows, bits=12):
     return pending.reading.proposal(), fed[len(speculation.committed) :]
 
 
-# ALGORITHMS: p(a, b, c, d) = (.5, .2, .1, .2), q(a, b, c, x) = (.3, .2, .1, .4) have an overlap of .6;
-# restricted to the shared tokens, q is (.5, 1/3, 1/6) and the overlap is .8.
+# Restricted to the shared tokens, q is (.5, 1/3, 1/6).
 P = {"a": 0.5, "b": 0.2, "c": 0.1, "d": 0.2}
 Q = {"a": 0.3, "b": 0.2, "c": 0.1, "x": 0.4}
-SHARED_OVERLAP = 0.8
 
 
-def first_tokens(method, samples, params=None, bias=0.0):
-    """Emitted first tokens and the share of accepted proposals, over seeds."""
+def first_tokens(method, samples, bias=0.0):
+    """Return how often each token was emitted first, over seeds."""
     moved = P | {"a": P["a"] + bias, "d": P["d"] - bias}
     log_p = logits_of(TARGET, moved).log_softmax(-1).repeat(2, 1)
-    counts, accepted = Counter(), 0
+    counts = Counter()
     for seed in range(samples):
         noise = Noise(seed, 0, len(TARGET))
-        session = session_of(method, noise, **params or {})
+        session = session_of(method, noise)
         proposal, _ = proposal_of(session, logits_of(DRAFT, Q), bits=16)
         verdict = verify(method, log_p, proposal, session.spec.params, noise, BASE)
         emitted = [*(proposal.token_ids[node] for node in verdict.accepted_path), verdict.next_token_id]
         counts[TARGET.spellings[emitted[0]].decode()] += 1
-        accepted += len(verdict.accepted_path)
     assert set(counts) <= set(P)
-    return [counts[text] for text in P], accepted / samples
+    return [counts[text] for text in P]
 
 
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_emitted_tokens_follow_the_target_distribution(method):
-    counts, _ = first_tokens(method, 1200)
-    assert g_test(counts, list(P.values())) > FAIR
-    biased, _ = first_tokens(method, 500, bias=0.2)
-    assert g_test(biased, list(P.values())) < BIASED  # a bias would be seen
-
-
-@pytest.mark.statistical
-def test_rejection_accepts_the_overlap_of_the_shared_tokens():
-    _, accepted = first_tokens(REJECTION, 2000)
-    # Four standard deviations of a binomial; the overlap of the unrestricted distributions, .6, is far off.
-    assert abs(accepted - SHARED_OVERLAP) < 0.036
-
-
-def test_coupled_choice_is_the_targets_own_where_the_distributions_agree():
-    """The noise is that of the target's ids and positions: the same distribution draws the same tokens."""
-    shared_only = {"a": 0.5, "b": 0.3, "c": 0.2}
-    log_p = logits_of(TARGET, shared_only).log_softmax(-1)
-    drawn = Counter()
-    for seed in range(200):
-        noise = Noise(seed, 0, len(TARGET))
-        session = session_of(COUPLED, noise)
-        (token_id,) = proposal_of(session, logits_of(DRAFT, shared_only))[0].token_ids
-        assert token_id == int((log_p + noise.gumbel(BASE, 1)).argmax())
-        drawn[token_id] += 1
-    assert len(drawn) == 3
-
-
-def test_noise_of_some_ids_is_a_part_of_the_noise_of_all():
-    whole, part = Noise(7, 2, 1000), Noise(7, 2, 5, token_ids=torch.tensor([3, 4, 5, 500, 999]))
-    for rows in ("gumbel", "independent_gumbel"):
-        expected = getattr(whole, rows)(40, 9)[:, [3, 4, 5, 500, 999]]
-        assert torch.allclose(getattr(part, rows)(40, 9), expected, rtol=1e-12)
-    assert part.draft_bits(3, 4, 12) == whole.draft_bits(3, 4, 12)
+    assert g_test(first_tokens(method, 1200), list(P.values())) > FAIR
+    assert g_test(first_tokens(method, 500, bias=0.2), list(P.values())) < BIASED  # a bias would be seen
 
 
 def test_probabilities_of_draft_tokens_with_the_same_bytes_are_added():
@@ -192,11 +157,3 @@ def test_chain_ends_after_the_end_of_sequence():
     row[0, DRAFT.eos_token_id] = 9.0
     proposal, fed = proposal_of(session_of(temperature=0.0, eos=(end,)), *[row] * 4)
     assert (proposal.token_ids, fed) == ((end,), [])
-
-
-def test_spec_of_the_session_is_not_changed():
-    session = session_of(REJECTION, Noise(2, 0, len(TARGET)), top_k=2)
-    before = dataclasses.replace(session.spec)
-    proposal, _ = proposal_of(session, logits_of(DRAFT, Q))
-    assert session.spec == before
-    assert len(proposal.draft_distributions[0].token_ids) == 2

@@ -13,10 +13,8 @@ import torch
 from gammaray.blocks import Verdict
 from gammaray.grammar.matcher import GrammarState
 from gammaray.types import Proposal, SamplingParams, TokenOrigin, VerificationMethod
-from orchestrator.drafting.grammar import GrammarDrafter
 from services.engine.sampling.edits import LogitEdits
 from services.verification.rules import cut_before
-from tests.support.cycle_helpers import make_session
 from tests.support.maths_helpers import (
     TinyModel,
     block_distribution,
@@ -134,20 +132,10 @@ def drafts(gamma: int, seed: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", VerificationMethod, ids=lambda method: method.value)
-@pytest.mark.parametrize("gamma", range(5))
+@pytest.mark.parametrize("gamma", [1, 3])
 def test_chains_under_a_grammar_are_lossless(method, gamma):
     for number, tokens in enumerate(drafts(gamma, gamma)):
         target = Masked(number)
-        assert_lossless(target, cycle_of(method, target, Proposal(tokens)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_committed", range(1, 4))
-@pytest.mark.parametrize("method", VerificationMethod, ids=lambda method: method.value)
-def test_later_cycles_are_lossless(method, num_committed):
-    every = list(itertools.product(range(len(TOKENS)), repeat=2))
-    for tokens in random.Random(num_committed).sample(every, 18):
-        target = Masked(3, num_committed)
         assert_lossless(target, cycle_of(method, target, Proposal(tokens)))
 
 
@@ -161,24 +149,6 @@ def test_sampled_drafts_are_lossless(method, gamma, drafter):
         proposals = chain_proposals(quantised_drafter(model, 4, 4), START, gamma)
         parts = ((prob, cycle_of(method, target, proposal)) for prob, proposal in proposals)
         assert_lossless(target, mixed(parts))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["masked", "free"])
-@pytest.mark.parametrize("method", [REJECTION, BLOCK], ids=["rejection", "block"])
-def test_sampled_drafts_that_were_cut_are_lossless(method, drafter):
-    """To drop a sampled token because of its value would bias the one in its place."""
-    for seed in range(3):
-        target = Masked(seed)
-        model = Masked(seed + 50) if drafter == "masked" else TinyModel(len(TOKENS), seed + 50)
-        cut, lengths = GrammarDrafter(begin()).cut, set()
-        parts = []
-        for prob, proposal in chain_proposals(quantised_drafter(model, 6, 4), START, 3):
-            left = cut(make_session(), proposal)
-            lengths.add(len(left))
-            parts.append((prob, cycle_of(method, target, left)))
-        assert_lossless(target, mixed(iter(parts)))
-        assert min(lengths) < 3 or drafter == "masked"
 
 
 class Beyond(Masked):
@@ -238,51 +208,3 @@ TREES = [
 def test_trees_under_a_grammar_are_lossless(tokens, parents, num_committed):
     target = Masked(7, num_committed)
     assert_lossless(target, cycle_of(COUPLED, target, Proposal(tokens, parents)))
-
-
-class OfParent(LogitEdits):
-    """Masks a row as the one before the last token of its path."""
-
-    def apply(self, logits, paths):
-        return super().apply(logits, [path[:-1] for path in paths])
-
-
-class WithoutBonus(LogitEdits):
-    """Leaves the last row of a block free."""
-
-    def apply(self, logits, paths):
-        free = logits[-1].clone()
-        edited = super().apply(logits, paths)
-        edited[-1] = free
-        return edited
-
-
-class Stuck(LogitEdits):
-    """Keeps the state of the first block: later tokens are not followed."""
-
-    def follow(self, tokens):
-        super().follow(tokens[: len(START)])
-
-
-class EarlyEnd(LogitEdits):
-    """Allows the end of sequence everywhere."""
-
-    def apply(self, logits, paths):
-        edited = super().apply(logits, paths)
-        edited[:, EOS] = logits[:, EOS]
-        return edited
-
-
-@pytest.mark.parametrize("mutant", [OfParent, WithoutBonus, Stuck, EarlyEnd])
-@pytest.mark.parametrize("method", VerificationMethod, ids=lambda method: method.value)
-def test_wrong_masks_are_caught(method, mutant):
-    class Wrong(Masked):
-        def edits(self):
-            grammar = begin()
-            return mutant(SamplingParams(grammar=GRAMMAR), [EOS], len(START), len(TOKENS), grammar=grammar)
-
-    proposal = Proposal((2, 1))
-    assert_lossless(Masked(5, 1), cycle_of(method, Masked(5, 1), proposal))
-    # KeyError: a token is tested that no noise was written down for, as the one before it must be rejected.
-    with pytest.raises((AssertionError, KeyError)):
-        assert_lossless(Wrong(5, 1), cycle_of(method, Wrong(5, 1), proposal))

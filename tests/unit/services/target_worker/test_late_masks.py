@@ -15,7 +15,7 @@ from services.scheduling.masks import MAX_WAIT_S
 from services.scheduling.planning import Limits
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import DATA
-from tests.support.late_masks import EOS, LateMasks, blocked, masked, steps_until
+from tests.support.late_masks import EOS, LateMasks, masked, steps_until
 from tests.support.processing_helpers import GRAMMAR, save_small_tokenizer
 from tests.support.target_helpers import Run
 
@@ -55,59 +55,44 @@ class TestCpuEngine(LateMasks):
     pass
 
 
-def masked_run(scheduler, gate):
-    """Return a session with a grammar, and the grammar."""
-    params = SamplingParams(seed=1, grammar=GRAMMAR)
-    return Run(scheduler, PROMPT, params, eos_token_ids=EOS), masked(scheduler, gate)[1]
+def served(scheduler, cycles, *, is_late):
+    """Return the verdicts on blocks of a session with a grammar, and the tokens of its cache.
+
+    Args:
+        cycles: Shape of the head's proposal and another drafter's proposal.
+        is_late: Whether the masks of each block come late.
+    """
+    gate, found = threading.Event(), []
+    run = Run(scheduler, PROMPT, SamplingParams(seed=1, grammar=GRAMMAR), eos_token_ids=EOS)
+    grammar = masked(scheduler, gate)[1]
+    for shape, proposal in cycles:
+        gate.clear() if is_late else gate.set()
+        opened = threading.Timer(3 * MAX_WAIT_S, gate.set)  # a head waits for the masks of its draft
+        opened.start()
+        block = run.block(shape, proposal)
+        block.grammar, block.num_prompt_logprobs = grammar, None if found else 3
+        scheduler.submit([block])
+        (reply,) = steps_until(scheduler, len)
+        opened.join()
+        found.append(reply.outcome)
+        drafted = reply.outcome.drafted or proposal
+        run.held = len(run.tokens)
+        run.tokens += [drafted.token_ids[node] for node in reply.outcome.accepted_path]
+        run.tokens.append(reply.outcome.next_token_id)
+    return found, scheduler.engine.tokens(run.name)[:]
 
 
-def masked_block(run, state, shape=Shape(0), proposal=Proposal(), num_top=None):  # noqa: B008
-    block = run.block(shape, proposal)
-    block.grammar, block.num_prompt_logprobs = state, num_top
-    return block
+TREE = Proposal((1, 2, 4, 2), parents=(-1, -1, 0, 2))
+CYCLES = {
+    "tree": [(Shape(0), TREE), (Shape(0), Proposal()), (Shape(0), TREE)],
+    "head": [(shape, Proposal()) for shape in (Shape(0), Shape(3), Shape(2, 5), Shape(3))],
+}
 
 
-@pytest.mark.parametrize("num_top", [None, 3])
-@pytest.mark.parametrize(
-    "proposal", [Proposal((1, 2, 1)), Proposal((1, 2, 4, 2), parents=(-1, -1, 0, 2))], ids=["chain", "tree"]
-)
-def test_late_masks_change_no_verdict(scheduler_of, proposal, num_top):
-    def verdicts(*, is_late):
-        scheduler, gate = scheduler_of(), threading.Event()
-        run, state = masked_run(scheduler, gate)
-        found = []
-        for shown in (proposal, Proposal(), proposal):
-            gate.clear() if is_late else gate.set()
-            scheduler.submit([masked_block(run, state, proposal=shown, num_top=None if found else num_top)])
-            replies = blocked(scheduler)
-            assert not (is_late and replies)
-            gate.set()
-            (reply,) = replies or steps_until(scheduler, len)
-            found.append(reply.outcome)
-            run.held = len(run.tokens)
-            run.tokens += [shown.token_ids[node] for node in reply.outcome.accepted_path]
-            run.tokens.append(reply.outcome.next_token_id)
-        return found, scheduler.engine.tokens(run.name)[:]
-
-    assert verdicts(is_late=True) == verdicts(is_late=False)
-
-
-def test_late_masks_change_no_draft_of_a_head(scheduler_of):
-    def proposals(*, is_late):
-        scheduler, gate = scheduler_of(has_head=True), threading.Event()
-        run, state = masked_run(scheduler, gate)
-        for shape in (Shape(0), Shape(3), Shape(2, 5), Shape(3)):
-            gate.clear() if is_late else gate.set()
-            opened = threading.Timer(3 * MAX_WAIT_S, gate.set)
-            opened.start()
-            block = masked_block(run, state, shape)
-            verdict = run.ask(block)
-            opened.join()
-            run.held = len(run.tokens)
-            drafted = verdict.drafted or Proposal()
-            run.proposals.append(drafted.token_ids)
-            run.tokens += [drafted.token_ids[node] for node in verdict.accepted_path]
-            run.tokens.append(verdict.next_token_id)
-        return run.proposals, run.tokens
-
-    assert proposals(is_late=True) == proposals(is_late=False)
+@pytest.mark.parametrize("kind", CYCLES)
+def test_late_masks_change_no_verdict_of_a_tree_and_no_draft_of_a_head(scheduler_of, kind):
+    late, soon = (
+        served(scheduler_of(has_head=kind == "head"), CYCLES[kind], is_late=is_late)
+        for is_late in (True, False)
+    )
+    assert late == soon

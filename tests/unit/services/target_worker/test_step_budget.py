@@ -2,7 +2,7 @@
 
 import pytest
 
-from gammaray.blocks import Shape, Verdict
+from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
 from gammaray.types import Proposal, SamplingParams
 from services.engine.loader import load_engine
@@ -13,8 +13,6 @@ from tests.support.engine_helpers import random_tokens
 from tests.support.head_helpers import bigram_head, bigram_target
 from tests.support.target_helpers import Run
 
-SLOW = Limits(1024, 128)  # with the least budget
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
@@ -23,60 +21,37 @@ def pair(tmp_path_factory):
     return str(target), str(bigram_head(folder / "head", target))
 
 
-class Steps:
-    """A scheduler that notes the tokens of each step."""
+def served(pair, budget, monkeypatch, *, has_head):
+    """Return the next tokens of twelve sessions with proposals of six tokens, and the tokens of each step."""
+    target, drafter = pair
+    engine = load_engine(target)
+    head = load_local_drafter(TargetSettings(model=target, head=drafter), engine) if has_head else None
+    scheduler = TargetScheduler(engine, Limits(1024, 128), head=head, draft_ahead=False)
+    monkeypatch.setattr(scheduler.budget, "observe", lambda *_: None)
+    scheduler.budget.num_tokens, scheduler.budget.token_s = budget, 0.001
+    step, sizes, found = engine.step, [], {}
 
-    def __init__(self, pair, limits, monkeypatch, *, has_head=False):
-        target, drafter = pair
-        engine = load_engine(target)
-        head = load_local_drafter(TargetSettings(model=target, head=drafter), engine) if has_head else None
-        self.scheduler = TargetScheduler(engine, limits, head=head, draft_ahead=False)
-        if limits is SLOW:
-            monkeypatch.setattr(self.scheduler.budget, "observe", lambda *_: None)
-            self.scheduler.budget.num_tokens = MIN_STEP_TOKENS
-            self.scheduler.budget.token_s = 0.001
-        self.sizes = []
-        step = engine.step
+    def noted(feeds, **options):
+        sizes.append(sum(len(feed.token_ids) for feed in feeds))
+        return step(feeds, **options)
 
-        def noted(feeds, **options):
-            self.sizes.append(sum(len(feed.token_ids) for feed in feeds))
-            return step(feeds, **options)
-
-        monkeypatch.setattr(engine, "step", noted)
-
-    def serve(self, blocks):
-        """Return the verdicts by session, in the order of their steps."""
-        self.sizes.clear()
-        self.scheduler.submit(blocks)
-        found = []
-        while not self.scheduler.is_idle:
-            found += [(reply.session_id, reply.outcome) for _, reply in self.scheduler.step()]
-        assert all(isinstance(outcome, Verdict) for _, outcome in found), found
-        return found
-
-
-def sessions(scheduler, count):
-    return [Run(scheduler, random_tokens(20, seed=i), SamplingParams(seed=i)) for i in range(count)]
+    monkeypatch.setattr(engine, "step", noted)
+    runs = [Run(scheduler, random_tokens(20, seed=i), SamplingParams(seed=i)) for i in range(12)]
+    shape, given = (Shape(6), Proposal()) if has_head else (Shape(0), Proposal((5, 6, 7, 8, 9, 10)))
+    for blocks in ([run.block(Shape(0)) for run in runs], [run.block(shape, given) for run in runs]):
+        sizes.clear()
+        scheduler.submit(blocks)
+        while not scheduler.is_idle:
+            found |= {reply.session_id: reply.outcome.next_token_id for _, reply in scheduler.step()}
+    return [found[run.name] for run in runs], sizes
 
 
 @pytest.mark.parametrize("has_head", [False, True])
 def test_steps_of_many_large_blocks_are_bounded_and_tokens_stay(pair, has_head, monkeypatch):
-    tokens = []
-    for limits in (SLOW, Limits(1024, 256)):
-        steps = Steps(pair, limits, monkeypatch, has_head=has_head)
-        runs = sessions(steps.scheduler, 12)
-        steps.serve([run.block(Shape(0)) for run in runs])
-        shape, given = (Shape(6), Proposal()) if has_head else (Shape(0), Proposal((5, 6, 7, 8, 9, 10)))
-        verdicts = dict(steps.serve([run.block(shape, given) for run in runs]))
-        tokens.append([verdicts[run.name].next_token_id for run in runs])
-        assert len(verdicts) == 12
-        if limits is SLOW:
-            assert steps.scheduler.budget.num_tokens == MIN_STEP_TOKENS
-            assert max(steps.sizes) <= MIN_STEP_TOKENS
-            assert len(steps.sizes) >= 12 * 7 / MIN_STEP_TOKENS
-        else:
-            assert steps.sizes == [12 * 7]
-    assert tokens[0] == tokens[1]
+    tokens, sizes = served(pair, MIN_STEP_TOKENS, monkeypatch, has_head=has_head)
+    assert max(sizes) <= MIN_STEP_TOKENS
+    assert len(sizes) >= 12 * 7 / MIN_STEP_TOKENS
+    assert served(pair, 1024, monkeypatch, has_head=has_head) == (tokens, [12 * 7])
 
 
 def test_long_block_is_not_starved_by_blocks_that_copy_prefixes(pair):

@@ -5,16 +5,15 @@ import re
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from services.demo_pair import TARGET_DIR
 from services.process.fingerprints import vocab_sha256
-from services.train.answers.store import AnswerStore, Sequence
+from services.train.answers.store import AnswerStore
 from services.train.run import run
 from tests.support.engine_helpers import tiny_model
-from tests.support.train_helpers import PROMPTS, losses, make_task, overlaps, run_until
+from tests.support.train_helpers import PROMPTS, losses, make_sequence, make_task, overlaps, run_until
 
 
 @pytest.fixture(scope="module")
@@ -72,18 +71,13 @@ def test_drafter_starts_from_the_named_layers(tmp_path):
     assert overlaps(first)[0][0] > 0.8
 
 
-def sequence(count=6, prompt=2, number=0):
-    top = torch.arange(count)[prompt:, None].numpy()
-    return Sequence(torch.arange(count).numpy(), prompt, 0.0, top, top.astype("float16"), number)
-
-
 def test_killed_write_loses_only_its_own_sequence(tmp_path):
     store = AnswerStore(tmp_path)
-    store.append(sequence())
+    store.append(make_sequence(0, 2, 4))
     (tmp_path / ".1-9-2-0.npz.new").write_bytes(b"half")
     again = AnswerStore(tmp_path)
     assert (again.jobs, again.num_answer_tokens) == ({0}, 4)
-    again.append(sequence(9, number=1))
+    again.append(make_sequence(1, 2, 7))
     assert [len(found.token_ids) for found in again.sequences()] == [6, 9]
 
 

@@ -18,15 +18,12 @@ def spec(seed: int, index: int) -> SessionSpec:
     return SessionSpec(params, VerificationMethod.COUPLED, 1, ())
 
 
-def sources() -> list[NoiseSource]:
-    """The one of CPUs, and the function of GPUs as torch runs it before it is compiled."""
-    return [
-        NoiseSource(VOCAB, torch.device("cpu")),
-        NoiseSource(VOCAB, torch.device("cpu"), is_computed=True),
-    ]
+@pytest.fixture(params=[False, True], ids=["cached", "computed"])
+def source(request):
+    """The noise of CPUs, and the function of GPUs as torch runs it before it is compiled."""
+    return NoiseSource(VOCAB, torch.device("cpu"), is_computed=request.param)
 
 
-@pytest.mark.parametrize("source", sources(), ids=["cached", "computed"])
 def test_rows_of_many_sessions_are_those_of_each(source):
     wanted = [
         NoiseRows(str(seed), spec(seed, index), start, 1 + number)
@@ -39,7 +36,6 @@ def test_rows_of_many_sessions_are_those_of_each(source):
     assert torch.equal(source.gumbel(wanted), torch.cat(expected))
 
 
-@pytest.mark.parametrize("source", sources(), ids=["cached", "computed"])
 def test_noise_of_one_session_has_all_streams(source):
     for seed, index, start in SESSIONS:
         noise, expected = source.of(str(seed), spec(seed, index)), Noise(seed, index, VOCAB)
@@ -49,7 +45,6 @@ def test_noise_of_one_session_has_all_streams(source):
         assert noise.accept_uniform(start, 1) == expected.accept_uniform(start, 1)
 
 
-@pytest.mark.parametrize("source", sources(), ids=["cached", "computed"])
 def test_a_session_with_another_seed_has_its_noise(source):
     for seed in (1, 2, 1):
         assert torch.equal(source.of("one", spec(seed, 0)).gumbel(5, 2), Noise(seed, 0, VOCAB).gumbel(5, 2))

@@ -6,7 +6,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.vocabulary import Vocabulary
 from services.demo_pair import DRAFT_DIR, TARGET_DIR
 from services.vocabulary.intersection import Intersection
-from services.vocabulary.translation import Translation, load_translation, load_vocabulary, target_size
+from services.vocabulary.translation import load_translation, load_vocabulary, target_size
 from tests.support.vocabulary_helpers import CODE, PROSE, byte_fallback, byte_level, word_pieces
 
 TARGET = Vocabulary(byte_level(CODE + PROSE, 400, specials=("<|im_end|>", "<|end|>")))
@@ -35,38 +35,11 @@ def test_shared_tokens_have_equal_bytes_and_ascending_ids(draft, target):
     assert len(shared.target_ids) == len(expected) + 1
 
 
-@PAIRS
-def test_each_draft_token_with_a_targets_bytes_counts_once(draft, target):
-    """Many-to-one: a character's own token and its byte fallback add up, neither replaces the other."""
-    shared = common(draft, target)
-    found = [draft_id for draft_id in shared.draft_ids if draft_id != draft.eos_token_id]
-    for pairs in shared.duplicates:
-        assert len({index for index, _ in pairs}) == len(pairs)
-        for index, draft_id in pairs:
-            assert draft.spellings[draft_id] == target.spellings[shared.target_ids[index]]
-            found.append(draft_id)
-    assert sorted(found) == [
-        draft_id
-        for draft_id, spelling in enumerate(draft.spellings)
-        if spelling and target.id_of(spelling) is not None
-    ]
-    if draft is PIECES:
-        assert shared.duplicates
-
-
 def test_tokens_past_the_models_sizes_are_not_shared():
     shared = Intersection(DRAFT, TARGET, 100, 150)
     assert max(shared.draft_ids) < 100
     assert max(shared.target_ids) < 150
     assert TARGET.eos_token_id not in shared.target_ids  # the draft's end is its last token
-
-
-def test_vocabularies_without_a_common_token_are_refused():
-    greek = Vocabulary(byte_fallback(["αβγ"], num_bytes=0))
-    latin = Vocabulary(byte_fallback(["abc"], num_bytes=0))
-    with pytest.raises(InvalidArgumentError, match="shares no token") as caught:
-        Translation(greek, latin, len(greek), len(latin))
-    assert caught.value.field == "target"
 
 
 def test_translation_of_directories_uses_the_models_sizes(tmp_path):

@@ -7,7 +7,6 @@ from ctypes import c_int32
 import pytest
 import torch
 
-from gammaray.demo_pair import resolve_model
 from services.engine import loader as loading
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheGapError
@@ -28,40 +27,6 @@ from tests.support.engine_helpers import (
     random_tokens,
     tiny_model,
 )
-
-
-def scripted_steps() -> list[list[SequenceInput]]:
-    """Prefill over several blocks, then what draft and target do all day, then trees."""
-    tree = (-1, -1, 0, 0, 1, 2)
-    return [
-        [
-            SequenceInput("a", 0, random_tokens(150, 1, 2048), 3),
-            SequenceInput("b", 0, random_tokens(63, 2, 2048), 1),
-        ],
-        [SequenceInput("a", 150, random_tokens(1, 3, 2048), 1)],
-        [SequenceInput("a", 151, random_tokens(9, 4, 2048), 9)],
-        [
-            SequenceInput("a", 155, random_tokens(5, 5, 2048), 5),
-            SequenceInput("b", 63, random_tokens(2, 6, 2048), 2),
-        ],
-        [
-            SequenceInput("a", 160, random_tokens(7, 7, 2048), 7, tree),
-            SequenceInput("b", 65, random_tokens(17, 8, 2048), 17),
-        ],
-        [SequenceInput("b", 70, random_tokens(1, 9, 2048), 0)],
-    ]
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_native_path_demo_pair_matches_general_path(role):
-    native = load_engine(resolve_model("demo", role))
-    general = load_engine(resolve_model("demo", role), engine="transformers")
-    assert isinstance(native.runner, NativeRunner)
-    worst = 0.0
-    for feeds in scripted_steps():
-        for one, other in zip(native.step(feeds), general.step(feeds), strict=True):
-            worst = max(worst, (one - other).abs().max().item() if one.numel() else 0.0)
-    assert worst <= 1e-4
 
 
 @pytest.mark.parametrize("variant", usable_variants())

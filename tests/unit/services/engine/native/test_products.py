@@ -35,7 +35,7 @@ def packed(library: Any, kind: str, inputs: int, kept: list[object]) -> tuple[An
     return matrix, torch.cat((exact, bias[:, None]), 1)
 
 
-def mapped(library: Any, matrix: Any, rows: Tensor, threads: int = 1) -> Tensor:
+def mapped(library: Any, matrix: Any, rows: Tensor, threads: int) -> Tensor:
     """Return the products of some rows, and one row more, which is left as NaN."""
     made = torch.full((len(rows) + 1, OUTPUTS), torch.nan)
     scratch = torch.empty(library.gr_map_scratch_size(byref(matrix), len(rows)))
@@ -49,13 +49,14 @@ def mapped(library: Any, matrix: Any, rows: Tensor, threads: int = 1) -> Tensor:
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("inputs", [45, 96, 100, 303])
-def test_products_do_not_depend_on_the_other_rows(variant, kind, inputs):
+def test_products_do_not_depend_on_the_other_rows_or_the_number_of_threads(variant, kind, inputs):
+    """More threads than panels, and panels that do not divide evenly."""
     library = open_kernel(variant).library
     kept: list[object] = []
     matrix, exact = packed(library, kind, inputs, kept)
 
-    def product(rows: Tensor) -> Tensor:
-        made = mapped(library, matrix, rows)
+    def product(rows: Tensor, threads: int = 1) -> Tensor:
+        made = mapped(library, matrix, rows, threads)
         assert made[-1].isnan().all()  # nothing is written behind the last row
         return made[:-1]
 
@@ -65,3 +66,5 @@ def test_products_do_not_depend_on_the_other_rows(variant, kind, inputs):
     assert torch.allclose(alone.double(), expected, atol=1e-4)
     for count in range(2, MOST_ROWS + 1):
         assert torch.equal(product(rows[:count].contiguous()), alone[:count])
+    for threads in range(2, 21):
+        assert torch.equal(product(rows[:7].contiguous(), threads), alone[:7])

@@ -20,7 +20,7 @@ from services.engine.loader import load_engine, load_worker_engine
 from services.engine.native import weights as packing
 from services.engine.native.library import open_kernel, usable_variants
 from services.engine.native.runner import NativeRunner
-from tests.support.engine_helpers import LEAN, CheckedEngine, chained, random_tokens, tiny_model
+from tests.support.engine_helpers import LEAN, CheckedEngine, random_tokens, tiny_model
 
 INT8 = 2
 
@@ -62,13 +62,6 @@ def test_every_covered_architecture_is_quantised(arch, tmp_path):
     run = CheckedEngine(load_engine(str(directory), weights="int8"), dequantised(directory))
     run.step(SequenceInput("a", 0, random_tokens(50, 1), 50))
     assert 0 < run.worst <= 1e-4
-
-
-@pytest.mark.parametrize("variant", usable_variants())
-def test_chain_equals_single_steps(variant, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "load_kernel", lambda *_: open_kernel(variant))
-    directory = str(tiny_model("llama", tmp_path))
-    chained(*(load_engine(directory, weights="int8") for _ in range(2)))
 
 
 def test_int8_is_the_nearest_of_255_steps_of_a_row():

@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 
-from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits
 from services.scheduling.sessions import SessionTable
-from services.scheduling.tasks import SessionSpec, Task
+from services.scheduling.tasks import SessionSpec
 from tests.support.processing_helpers import GRAMMAR, TOKENS, follows_grammar, small_compiler
+from tests.support.vllm_helpers import Session
 
 EOS = (0, 3)
 PROMPT = [1, 1, 4, 30]
@@ -110,17 +110,8 @@ def test_edits_of_a_grammar_follow_commits_and_rollbacks(seed):
 
 
 def task(tokens, start, epoch=1, spec=None):
-    return Task(
-        request_id=0,
-        session_id="s",
-        epoch=epoch,
-        base_position=len(tokens),
-        context_start=start,
-        context=tokens[start:],
-        spec=spec,
-        deadline=0.0,
-        deliver=lambda *_: None,
-    )
+    context = {"context_start": start, "context": tokens[start:], "base_position": len(tokens)}
+    return Session((), name="s", epoch=epoch).block(spec=spec, **context)
 
 
 def test_edits_of_a_session_drop_what_its_owner_did_not_commit():
@@ -157,24 +148,9 @@ def test_edits_of_a_session_end_with_its_parameters():
     assert table.admit(task([5, 6, 7, 8], 4, spec=longer)).edits is None
 
 
-def test_edits_penalty_too_small_for_float32_keeps_numbers():
-    params = SamplingParams(repetition_penalty=1e-300, banned_token_ids=(2,))
-    logits = torch.tensor([[-1.0, 0.0, 1.0, 2.0, 5e8]])
-    rows = edited_logits(logits, edits_of(params, [0, 1, 2, 3], 4, 5), [()])
-    assert rows.tolist() == [[pytest.approx(0, abs=1e-40), 0.0, -torch.inf, 1e8, 5e8]]
-
-
-def test_edits_masks_of_everything_are_refused():
-    with pytest.raises(InvalidArgumentError, match="min_tokens"):
-        LogitEdits(SamplingParams(banned_token_ids=tuple(range(12))), EOS, 1, 12)
-
-
 VOCAB = 151_936
 LARGE = {
-    "logit_bias of the whole vocabulary": (
-        {"logit_bias": dict.fromkeys(range(VOCAB), 1.0)},
-        1,
-    ),
+    "logit_bias of the whole vocabulary": ({"logit_bias": dict.fromkeys(range(VOCAB), 1.0)}, 1),
     "banned and allowed of the whole vocabulary": (
         {"banned_token_ids": tuple(range(1, VOCAB)), "allowed_token_ids": tuple(range(VOCAB))},
         1,

@@ -1,7 +1,5 @@
 """Published test vectors of the generator, golden values, and noise that depends on its position only."""
 
-import math
-
 import pytest
 import torch
 
@@ -17,7 +15,6 @@ KNOWN_ANSWERS = [
     ),
 ]
 TARGET = torch.tensor([0.5, 0.2, 0.1, 0.2], dtype=torch.float64)
-DRAFT = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS, ids=["zeros", "ones", "pi"])
@@ -56,8 +53,6 @@ def test_gumbel_max_consecutive_positions_are_independent():
 
 
 def test_exponential_smallest_and_largest_are_finite():
-    # The smallest u is 2^-33 and decides draws, the largest is 1 - 2^-33.
-    assert -math.log1p(-(2.0**-33)) > 0
     noise = exponential(1, 0, 200, 2048)
     assert bool((noise > 0).all())
     assert bool(noise.isfinite().all())
@@ -77,20 +72,6 @@ def test_gumbel_many_positions_keeps_bounded_memory():
     for start in range(0, 60, 5):
         noise.gumbel(start, 5)
     assert 0 < noise.num_bytes <= 12 << 20
-
-
-def test_noise_seed_sample_and_stream_are_independent():
-    reference = Noise(7, 0, 64).gumbel(5, 1)
-    others = [
-        Noise(8, 0, 64).gumbel(5, 1),
-        Noise(7 + 2**32, 0, 64).gumbel(5, 1),
-        Noise(7, 1, 64).gumbel(5, 1),
-        Noise(7, 0, 64).gumbel(6, 1),
-        Noise(7, 0, 64).independent_gumbel(5, 1),
-    ]
-    for other in others:
-        assert abs(float(torch.corrcoef(torch.cat((reference, other)))[0, 1])) < 0.5
-        assert not torch.equal(reference, other)
 
 
 def test_residual_gumbel_is_a_row_of_the_independent_noise():

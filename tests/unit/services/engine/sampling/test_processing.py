@@ -124,17 +124,12 @@ def test_processing_random_parameters_equal_oracle(subtests):
             assert_equals_oracle(3 * torch.randn(7, 12), params, TREE)
 
 
-@pytest.mark.parametrize("kept", [{"top_k": 5}, {"top_p": 0.5}, {"top_k": 7, "top_p": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "kept", [{"top_k": 5}, {"top_p": 0.5}, {"top_k": 7, "top_p": 0.6}, {"temperature": 0.0}], ids=str
+)
 def test_processing_equal_logits_keep_lowest_ids(kept):
     logits = torch.tensor([[0.0] * 8 + [-1.0] * 4, [1.0, 0.0] * 6])
     assert_equals_oracle(logits, SamplingParams(**kept), Proposal((2,)))
-
-
-def test_processing_greedy_ties_take_lowest_id():
-    logits = torch.tensor([[0.0, 5.0, 1.0, 5.0]])
-    assert process(logits, SamplingParams(temperature=0.0), Proposal(), output=()).tolist() == [
-        [-math.inf, 0.0, -math.inf, -math.inf]
-    ]
 
 
 SPREADS = {"wide": [0.1] * 3, "medium": [1.0] * 3, "narrow": [6.0] * 3, "one wide": [6.0, 0.1, 3.0]}
@@ -241,28 +236,12 @@ def test_processing_covers_every_sampling_parameter():
     assert fields - touched == {"seed", "sample_index"}
 
 
-OTHERS = {
-    "temperature": 1.0,
-    "top_p": 0.5,
-    "top_k": 5,
-    "min_p": 0.1,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "logit_bias": {1: 1.0},
-    "allowed_token_ids": (1,),
-    "banned_token_ids": (1,),
-    "min_tokens": 2,
-    "seed": 1,
-    "sample_index": 1,
-    "grammar": 'start: "a"',
-}
-
-
 def test_every_parameter_is_an_edit_or_in_the_key_by_which_sessions_share_a_call():
-    assert OTHERS.keys() == SAMPLING_RULES.keys()
+    others = {name: value for setting in SETTINGS.values() for name, value in setting.items()}
+    others |= {"seed": 1, "sample_index": 1}
+    assert others.keys() == SAMPLING_RULES.keys()
     plain = SamplingParams(temperature=0.5)
-    for name, value in OTHERS.items():
+    for name, value in others.items():
         params = dataclasses.replace(plain, **{name: value})
         is_distinct = LogitEdits.needed(params) or filter_key(params) != filter_key(plain)
         assert is_distinct is (name not in ("seed", "sample_index")), name
