@@ -9,7 +9,6 @@ a cluster of its own:
   trees over the session and over past outputs, by predictions, and by mixtures.
 - parallel: two draft workers with a parallel draft model (PARD), a part of its vocabulary and int8 weights.
 - early-exit: two draft workers with the first 13 of the target's 16 layers.
-- vocabulary: two draft workers whose model has another vocabulary than the target. By the model and mixtures.
 - head: a head in the target workers.
 
 Exits with 1 when a stream was lost, a token was lost, repeated or changed, or a drafter was never used.
@@ -58,9 +57,6 @@ def _given() -> argparse.Namespace:
         "--engine", default="auto", choices=("auto", "vllm"), help="Of the workers. Default: auto."
     )
     parser.add_argument("--roles", default=",".join(ROLES), help="Who is struck. Default: all.")
-    parser.add_argument(
-        "--other-target", help="Target of `vocabulary`. Default: the demo target with fewer merges."
-    )
     parser.add_argument("--out", type=Path, help="New file for the result.")
     parser.add_argument("--network", action="store_true", help="Troubles of networks, Redis, disks, clocks.")
     parser.add_argument("--troubles", default="", help="Beginnings of names of `--network`. Default: all.")
@@ -93,13 +89,7 @@ def main() -> int:
         print(f"drafters: {name}", flush=True)
         with (
             complaints() as stderr,
-            stage_of(
-                name,
-                has_network_faults=given.network,
-                engine=given.engine,
-                other_target=given.other_target,
-                stderr=stderr,
-            ) as stage,
+            stage_of(name, has_network_faults=given.network, engine=given.engine, stderr=stderr) as stage,
         ):
             struck = [role for role in given.roles if role != "draft" or name != "head"]
             plan: Iterable[Trouble] = strikes(given.seed, struck)

@@ -62,9 +62,6 @@ PAIR = (
 )
 """With draft workers of the target's vocabulary."""
 
-VOCABULARY = (Way("model, chains", ("model",), {"drafter": "model", "gamma": 4}), *_mixtures("model"))
-"""With draft workers of another vocabulary, which propose chains only."""
-
 DRAFTER = (*PAIR[:2], *_mixtures("model"))
 """With draft workers whose model is parallel, or part of the target."""
 

@@ -91,7 +91,7 @@ async def _carry_out(stage: Stage | Versions, trouble: Trouble, clients: Clients
             time.sleep(trouble.seconds)
             ended = time.monotonic()
         done = done or Done()
-        return Span(trouble.name + done.more, began, ended, killed=done.killed, wrong=done.wrong)
+        return Span(trouble.name + done.more, began, ended, killed=done.killed)
 
     span = await asyncio.to_thread(last)
     span.back = await progress(clients, span.ended)

@@ -57,14 +57,13 @@ class Measured:
 
 @dataclass
 class Span:
-    """When an event began and ended, when all streams had tokens again, what it killed and what was wrong."""
+    """When an event began and ended, when all streams had tokens again, and what it killed."""
 
     name: str
     began: float
     ended: float
     back: float = 0.0
     killed: tuple[str, ...] = ()
-    wrong: tuple[str, ...] = ()
 
 
 def progress_s(clients: Clients) -> float:
@@ -179,7 +178,6 @@ def measured(spans: Sequence[Span], clients: Clients, seconds: float, usual_paus
     return Measured(
         results=[result_of(span, clients) for span in spans],
         violations=clients.violations()
-        + [f"{span.name}: {one}" for span in spans for one in span.wrong]
         + [f"{span.name}: no progress within {allowed_s:g} s after it" for span in unmoved]
         + unused({stream.way: None for stream in clients.streams}, clients.cycles),
         requests=len(clients.histories),

@@ -16,10 +16,9 @@ import psutil
 
 from gammaray.demo_pair import resolve_model
 from orchestrator.launcher.redis_server import RedisServer
-from tests.chaos.chaos_drafters import DRAFTER, HEAD, PAIR, VOCABULARY, Way
+from tests.chaos.chaos_drafters import DRAFTER, HEAD, PAIR, Way
 from tests.chaos.network.links import Link, Network
 from tests.chaos.network.network_redis import NetworkRedis, network_redis, small_disk
-from tests.chaos.other_vocabulary import with_fewer_merges
 from tests.support.cluster.cluster_helpers import Cluster, running_cluster
 from tests.support.drafter_helpers import make_drafter
 from tests.support.head_helpers import bigram_head
@@ -27,7 +26,6 @@ from tests.support.workers.redis_helpers import port_of
 
 KINDS: dict[str, tuple[Way, ...]] = {
     "model": PAIR,
-    "vocabulary": VOCABULARY,
     "parallel": DRAFTER,
     "early-exit": DRAFTER,
     "head": HEAD,
@@ -94,12 +92,10 @@ class Done:
     Attributes:
         killed: Roles of the processes that it killed.
         more: To add to its name.
-        wrong: What went wrong with requests of its own.
     """
 
     killed: tuple[str, ...] = ()
     more: str = ""
-    wrong: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,6 @@ def stage_of(
     *,
     has_network_faults: bool = False,
     engine: str = "auto",
-    other_target: str | None = None,
     stderr: int | None = None,
 ) -> Iterator[Stage]:
     """Run a cluster of two orchestrators, two target workers and what drafts.
@@ -134,14 +129,13 @@ def stage_of(
             disk, if the machine lets us mount one.
         engine: Of the workers. vLLM computes the same bits in every batch on GPUs only: elsewhere its tokens
             are the same up to ties.
-        other_target: Target of the kind "vocabulary"; None: the demo target with other tokens.
         stderr: Where the standard error of its processes goes.
     """
     with ExitStack() as stack:
         network = stack.enter_context(Network())
         options = ["--orchestrators", "2", "--target-workers", "2", "--engine", engine]
         options += [] if engine == "vllm" else ["--deterministic"]
-        options += _of_kind(kind, other_target, Path(stack.enter_context(TemporaryDirectory())))
+        options += _of_kind(kind, Path(stack.enter_context(TemporaryDirectory())))
         redis: RedisServer | NetworkRedis
         temporary, disk = {}, None
         if has_network_faults:
@@ -160,12 +154,9 @@ def stage_of(
         yield Stage(cluster, KINDS[kind], network, apis, redis, disk)
 
 
-def _of_kind(kind: str, other_target: str | None, folder: Path) -> list[str]:
+def _of_kind(kind: str, folder: Path) -> list[str]:
     """Return the options of a cluster that say what drafts."""
     drafts, target = ["--draft-workers", "2"], Path(resolve_model("demo", "target"))
-    if kind == "vocabulary":
-        chosen = other_target or str(with_fewer_merges(target, folder / "target"))
-        return [*drafts, "--target", chosen, "--draft", "demo"]
     if kind == "parallel":
         drafter = make_drafter(
             Path(resolve_model("demo", "draft")),

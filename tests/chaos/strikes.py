@@ -1,6 +1,5 @@
 """Kills and stops of a cluster's processes, and error replies of Redis, in an order that a seed decides."""
 
-import asyncio
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
@@ -14,16 +13,12 @@ from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.storage.session_store import LEASE_S
 from tests.chaos.redis_replies import REPLIES, replying
 from tests.chaos.stage import ROLES, Done, Stage, Trouble
-from tests.chaos.suspension import suspend_owner
-from tests.support.workers.redis_helpers import wait_until
 
 REPLICATED = ("draft", "target", "orchestrator")
 """Roles with two processes: kills of the only one that is left have a row of their own."""
 
 STOP_S = (0.5, 4.0)
 PAUSE_S = LEASE_S + 2.0
-SECOND_TIMEOUT_S = 60.0
-"""How long a suspension waits for a second orchestrator, at which the sessions can end."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +57,12 @@ def strikes(seed: int, roles: Sequence[str] = ROLES) -> Iterator[Trouble]:
         if "redis" in roles:
             long = strike(Blow("redis", kills=False), seconds=PAUSE_S, name="redis, SIGSTOP past a lease")
             found += [long, *(refusal(code, rng.uniform(*STOP_S)) for code in REPLIES)]
-        if "orchestrator" in roles:
-            found.append(suspension(rng.random()))
         yield from rng.sample(found, len(found))
 
 
 def refusal(code: str, seconds: float) -> Trouble:
     """Return some seconds of an error reply of Redis; LOADING lasts as long as it takes."""
     return Trouble(f"redis, {code}", 0.0 if code == "LOADING" else seconds, partial(_refused, code=code))
-
-
-def suspension(choice: float) -> Trouble:
-    """Return a stop of one of the orchestrators that lasts until its sessions have ended elsewhere."""
-    name = "orchestrator, SIGSTOP until its sessions have ended elsewhere"
-    return Trouble(name, 0.0, partial(_suspended, choice=choice))
 
 
 def _stop_s(rng: random.Random, kind: Sequence[tuple[str, bool]]) -> float:
@@ -108,14 +95,3 @@ def _refused(stage: Stage, code: str) -> Iterator[Done]:
     assert isinstance(stage.redis, RedisServer)
     with replying(stage.redis, code):
         yield Done(("redis",) if code == "LOADING" else ())
-
-
-@contextmanager
-def _suspended(stage: Stage, choice: float) -> Iterator[Done]:
-    try:
-        wait_until(lambda: len(stage.find("orchestrator")) >= 2, SECOND_TIMEOUT_S)
-        processes = stage.find("orchestrator")
-        wrong = asyncio.run(suspend_owner(stage.grpc, processes[int(choice * len(processes))]))
-    except AssertionError as error:
-        wrong = [str(error)]
-    yield Done(wrong=tuple(wrong))

@@ -4,25 +4,21 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from transformers import AutoTokenizer
 
-from gammaray.demo_pair import resolve_model
 from gammaray.deploy.redis_connection import reply_code
 from tests.chaos.clients import Clients, History, kind_of_difference
 from tests.chaos.load import Said, difference
 from tests.chaos.network.troubles import troubles
-from tests.chaos.other_vocabulary import with_fewer_merges
 from tests.chaos.redis_replies import REPLIES, replying
 from tests.chaos.run import Options, complaints, run
 from tests.chaos.spans import Measured, figures
 from tests.chaos.stage import KINDS, ROLES, Stage, Trouble, revived_redis, stage_of
-from tests.chaos.strikes import Blow, refusal, strike, strikes, suspension
+from tests.chaos.strikes import Blow, refusal, strike, strikes
 from tests.support.workers.redis_helpers import wait_until
 
 DEADLINE_S = 240.0
@@ -47,7 +43,7 @@ def chaos(stage: Stage, plan: Iterable[Trouble], streams: int) -> Measured:
 def test_chaos_loses_repeats_and_changes_no_token():
     several = [("redis",), ("redis", "target"), ("proxy", "orchestrator", "draft")]
     kills = [strike(*map(Blow, roles)) for roles in several]
-    plan = [*(refusal(code, 2.0) for code in REPLIES), suspension(0.0), *kills]
+    plan = [*(refusal(code, 2.0) for code in REPLIES), *kills]
     with complaints() as stderr, stage_of(stderr=stderr) as stage:
         outcome = chaos(stage, plan, 2 * len(KINDS["model"]))
         assert {role for one in outcome.results for role in one.killed} == set(ROLES)
@@ -57,35 +53,14 @@ def test_chaos_loses_repeats_and_changes_no_token():
     assert all(one.pause_s > outcome.usual_pause_s for one in outcome.results)
 
 
-@pytest.mark.e2e
-@pytest.mark.kills
-@pytest.mark.timeout(600)
-def test_chaos_with_a_draft_of_another_vocabulary_changes_no_token():
-    with complaints() as stderr, stage_of("vocabulary", stderr=stderr) as stage:
-        outcome = chaos(stage, [strike(Blow("draft")), strike(Blow("target"))], 2 * len(KINDS["vocabulary"]))
-    assert [one.killed for one in outcome.results] == [("draft",), ("target",)]
-
-
-def test_model_with_fewer_merges_has_another_vocabulary_for_the_same_text(tmp_path):
-    source = Path(resolve_model("demo", "target"))
-    before = AutoTokenizer.from_pretrained(source)
-    after = AutoTokenizer.from_pretrained(with_fewer_merges(source, tmp_path / "other"))
-    text = "def replace_all(target, full):\n    return eventually(target)  # ünïcödé\n"
-    assert after.decode(after(text)["input_ids"]) == text
-    shared = before.get_vocab().keys() & after.get_vocab().keys()
-    assert len(shared) == len(after.get_vocab()) < len(before.get_vocab())
-    moved = sum(before.get_vocab()[token] != after.get_vocab()[token] for token in shared)
-    assert moved > 0.9 * len(shared)
-
-
 def test_strikes_depend_on_the_seed_only_and_befall_all_roles():
     first, again, other = (
         [(one.name, one.seconds) for one in itertools.islice(strikes(seed), 40)] for seed in (1, 1, 2)
     )
     assert first == again != other
     alone = {f"{role}, {action}" for role in ROLES for action in ("kill -9", "SIGSTOP")}
-    others = {"several at once", "redis, SIGSTOP past a lease", suspension(0.0).name}
-    assert {name for name, _ in first[:26]} == {*alone, *others, *(f"redis, {code}" for code in REPLIES)}
+    others = {"several at once", "redis, SIGSTOP past a lease"}
+    assert {name for name, _ in first[:25]} == {*alone, *others, *(f"redis, {code}" for code in REPLIES)}
 
 
 @pytest.mark.integration

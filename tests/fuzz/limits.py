@@ -34,6 +34,9 @@ NUM_TRIES = 3
 DEADLINE_MS = 15_000
 ANSWER_TIMEOUT_S = 60.0
 SAMPLE_S = 0.05
+ALONE_S = (2.0, 15.0)
+"""Bounds of how long the canary is read alone, for the gaps that the machine itself makes."""
+
 MAX_GROWTH_MB = 160.0
 """Resident memory that one request may need in one process (docs/security.md): a body of 8 MiB takes up to
 80 MiB to parse, the longest prompt that may fit into the demo pair's context, 74 KiB, up to 37 MiB to
@@ -164,9 +167,6 @@ FIELDS = (
         "rules of a grammar", COMPLETION,
         lambda n: {"structured_outputs": {"grammar": _rules(n)}}, 4096,
     ),
-    Growing(
-        "choices", COMPLETION, lambda n: {"structured_outputs": {"choice": [f"c{i}" for i in range(n)]}}, 4096
-    ),
     Growing("enum", CHAT, lambda n: _schema({"enum": list(range(n))}), 2**14),
     Growing("properties", CHAT, lambda n: _schema(_properties(n)), 4096),
     Growing("depth of a schema", CHAT, lambda n: _schema(_nested(n)), 256),
@@ -183,11 +183,9 @@ FIELDS = (
         "content", CHAT, lambda text: {"messages": [{"role": "user", "content": text}]}, 4 * 2**20,
         is_text=True,
     ),
-    Growing("role", CHAT, lambda text: {"messages": [{"role": text, "content": "x"}]}, 2**16, is_text=True),
     Growing("tools", CHAT, _tools, 128),
     Growing("description of a tool", CHAT, lambda text: _tools(1, text), 2**20, is_text=True),
     Growing("arguments of a call", CHAT, _call, 2**20, is_text=True),
-    Growing("input items", RESPONSES, lambda n: {"input": [{"role": "user", "content": "x"}] * n}, 2**14),
     Growing("instructions", RESPONSES, lambda text: {"instructions": text}, 2**20, is_text=True),
 )  # fmt: skip
 
@@ -300,25 +298,15 @@ class Grower:
         canary: Is read by another task.
         memory: Is watched by another task.
         campaign: Takes the findings.
-        alone_s: Bounds of how long the canary is read alone after a request beside which it waited, for the
-            gaps that the machine itself makes.
     """
 
-    def __init__(
-        self,
-        http: httpx.AsyncClient,
-        canary: Canary,
-        memory: Memory,
-        campaign: Campaign,
-        alone_s: tuple[float, float] = (2.0, 15.0),
-    ) -> None:
+    def __init__(self, http: httpx.AsyncClient, canary: Canary, memory: Memory, campaign: Campaign) -> None:
         self._http, self._canary, self._memory, self._campaign = http, canary, memory, campaign
-        self._least_s, self._most_s = alone_s
 
     async def _alone_s(self, seconds: float) -> float:
         """Read the canary alone, about as long as beside a request; return its longest gap."""
         started = time.monotonic()
-        await asyncio.sleep(min(max(seconds, self._least_s), self._most_s))
+        await asyncio.sleep(min(max(seconds, ALONE_S[0]), ALONE_S[1]))
         return await self._canary.longest_since(started)
 
     async def check(self, path: str, label: str, body: dict[str, Any]) -> None:

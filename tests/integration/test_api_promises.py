@@ -4,29 +4,37 @@ An orchestrator in this process serves the demo pair. What the HTTP API alone de
 tests/unit/orchestrator/api/http.
 """
 
+import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import grpc
 import httpx
 import jsonschema
+import openai
 import pytest
 
+from gammaray.errors import NotFoundError
 from gammaray.types import DrafterKind, GenerationRequest
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import chunk_from_proto
+from gammaray.wire.sessions import SessionState
+from orchestrator.access.caller import ANONYMOUS
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
 from tests.support.grpc_helpers import Context
 from tests.support.http_helpers import CHAT
-from tests.support.workers.service_helpers import complete, running
+from tests.support.workers.service_helpers import complete
 
 pytestmark = pytest.mark.integration
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 PROMPT = "def read_lines(path):\n"
+GIVEN = {
+    COMPLETIONS: {"prompt": PROMPT, "max_tokens": 12},
+    CHATS: {"messages": CHAT, "max_tokens": 12},
+    RESPONSES: {"input": "hi", "max_output_tokens": 12},
+}
 SCHEMA = {
     "type": "object",
     "properties": {"b": {"type": "integer", "minimum": 0, "maximum": 9}, "a": {"type": "boolean"}},
@@ -42,51 +50,32 @@ class Api:
     async def post(self, path: str, body: dict, **headers: str) -> httpx.Response:
         return await self.http.post(path, json=body, headers=headers, timeout=120)
 
-    async def complete(self, **body) -> dict:
-        answer = await self.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 12, **body})
+    async def served(self, path: str, **body) -> httpx.Response:
+        answer = await self.post(path, {**GIVEN[path], **body})
         assert answer.status_code == 200, answer.text
-        return answer.json()
+        return answer
+
+    async def complete(self, path: str = COMPLETIONS, **body) -> dict:
+        return (await self.served(path, **body)).json()
 
     async def text(self, **body) -> str:
         return (await self.complete(**body))["choices"][0]["text"]
 
-    async def chat(self, **body) -> dict:
-        answer = await self.post(CHATS, {"messages": CHAT, "max_tokens": 12, **body})
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def respond(self, **body) -> dict:
-        answer = await self.post(RESPONSES, {"input": "hi", "max_output_tokens": 12, **body})
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def refused(self, path: str, body: dict, status: int = 400) -> dict:
-        given = {COMPLETIONS: {"prompt": PROMPT}, CHATS: {"messages": CHAT}, RESPONSES: {"input": "hi"}}[path]
-        answer = await self.post(path, {**given, **body})
-        assert answer.status_code == status, (body, answer.text[:300])
+    async def refused(self, path: str, body: dict) -> dict:
+        answer = await self.post(path, {**GIVEN[path], **body})
+        assert answer.status_code == 400, (body, answer.text[:300])
         return answer.json()["error"]
 
-    async def events(self, path: str = COMPLETIONS, **body) -> list:
-        given = {COMPLETIONS: {"prompt": PROMPT}, CHATS: {"messages": CHAT}, RESPONSES: {"input": "hi"}}[path]
-        limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-        answer = await self.post(path, {**given, limit: 12, "stream": True, **body})
-        assert answer.status_code == 200, answer.text
-        found = re.findall(r"^data: (.*)$", answer.text, re.MULTILINE)
-        return [json.loads(data) if data != "[DONE]" else data for data in found]
-
-
-@asynccontextmanager
-async def served(redis_server, workers) -> AsyncIterator[Api]:
-    async with running(redis_server, *workers) as orchestrator:
-        transport = httpx.ASGITransport(create_app(orchestrator))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            yield Api(orchestrator, http)
+    async def events(self, **body) -> list[dict]:
+        text = (await self.served(COMPLETIONS, stream=True, **body)).text
+        return [json.loads(data) for data in re.findall(r"^data: ({.*)$", text, re.MULTILINE)]
 
 
 @pytest.fixture
-async def api(redis_server, workers):
-    async with served(redis_server, workers) as found:
-        yield found
+async def api(orchestrator):
+    transport = httpx.ASGITransport(create_app(orchestrator))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        yield Api(orchestrator, http)
 
 
 # HTTP
@@ -153,11 +142,11 @@ async def test_allowed_tokens_bias_and_least_tokens_hold(api):
 
 async def test_drawn_seed_is_below_2_to_the_53_and_reproduces_the_tokens(api):
     seeds = []
-    for call in (api.complete, api.chat, api.respond):
+    for path in GIVEN:
         for _ in range(8):
-            found = (await call())["gammaray"]
+            found = (await api.complete(path))["gammaray"]
             seeds.append(found["seed"])
-        again = (await call(seed=found["seed"]))["gammaray"]
+        again = (await api.complete(path, seed=found["seed"]))["gammaray"]
         assert again["token_ids"] == found["token_ids"]
     chunks = await complete(api.orchestrator, GenerationRequest(PROMPT, max_tokens=1))
     chunks += (await generate(api, text=PROMPT, max_tokens=1))[0]
@@ -172,7 +161,7 @@ async def test_samples_are_separate_sessions_and_each_is_its_own_function_of_the
     assert len({choice["gammaray"]["session_id"] for choice in choices}) == len(set(texts)) == 3
     assert await api.text(seed=1) == texts[0]
     streamed = ["", "", ""]
-    for event in (await api.events(n=3, seed=1))[:-1]:
+    for event in await api.events(n=3, seed=1):
         for choice in event["choices"]:
             streamed[choice["index"]] += choice["text"]
     assert streamed == texts
@@ -229,12 +218,9 @@ async def test_form_is_cut_at_max_tokens_and_ends_before_min_tokens(api):
 
 
 async def test_resume_from_token_0_with_prompt_logprobs_is_refused(api):
-    answer = await api.post(
-        COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "stream": True, "prompt_logprobs": 0}
-    )
-    event_id = re.search(r"^id: (\S+)$", answer.text, re.MULTILINE)[1]
-    session, turn = event_id.split(":")[:2]
     body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "prompt_logprobs": 0}
+    answer = await api.post(COMPLETIONS, body)
+    session, turn = re.search(r"^id: ([^:]+):([^:]+)", answer.text, re.MULTILINE).groups()
     again = await api.post(COMPLETIONS, body, **{"Last-Event-ID": f"{session}:{turn}:0"})
     assert again.status_code == 409
 
@@ -311,3 +297,73 @@ async def generate(api, **fields):
 async def test_grpc_and_http_give_the_same_tokens(api):
     chunks, _ = await generate(api, text=PROMPT, max_tokens=12, sampling={"seed": 9})
     assert "".join(chunk.text for chunk in chunks) == await api.text(seed=9)
+
+
+# Responses
+
+
+RESPONSE = {"model": "demo", "max_output_tokens": 24, "extra_body": {"seed": 3}}
+
+
+@pytest.fixture
+def client(api):
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key="none", http_client=api.http, max_retries=0
+    )
+
+
+@pytest.mark.slow
+async def test_stream_get_and_session_agree(api, client):
+    async with client.responses.stream(input="def read(path):", **RESPONSE) as stream:
+        found = [event async for event in stream]
+    last = found[-1].response
+    assert last.usage.output_tokens == len(last.gammaray["token_ids"]) > 0
+    stored = await client.responses.retrieve(last.id)
+    assert stored.to_dict() == last.to_dict()
+    info, tokens = await api.orchestrator.sessions.get(last.id, ANONYMOUS)
+    assert info.state is SessionState.FINISHED
+    assert [token.token_id for token in tokens] == last.gammaray["token_ids"]
+    deltas = [event.delta for event in found if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == last.output_text
+    whole = await client.responses.create(input="def read(path):", **RESPONSE)
+    assert whole.output_text == last.output_text
+    await client.responses.delete(last.id)
+    with pytest.raises(NotFoundError):
+        await api.orchestrator.sessions.get(last.id, ANONYMOUS)
+
+
+async def test_next_response_reuses_the_cache_of_the_one_before(api, client):
+    text = "Write a function that reads the lines of a file. " * 4
+    first = await client.responses.create(input=text, **RESPONSE)
+    second = await client.responses.create(input="And now?", previous_response_id=first.id, **RESPONSE)
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens // 2
+    items = [
+        {"role": "user", "content": text},
+        *first.to_dict()["output"],
+        {"role": "user", "content": "And now?"},
+    ]
+    by_items = await client.responses.create(input=items, **RESPONSE)
+    assert by_items.output_text == second.output_text
+
+
+async def test_deleted_while_it_runs_the_response_fails(api, client):
+    options = {**RESPONSE, "max_output_tokens": 400, "extra_body": {"seed": 3, "min_tokens": 400}}
+    begun = asyncio.Event()
+    names: list[str] = []
+    create = api.orchestrator.responses.create
+
+    async def noting(name, stored, room):
+        await create(name, stored, room)
+        names.append(name)
+        begun.set()
+
+    api.orchestrator.responses.create = noting
+    running_one = asyncio.create_task(client.responses.create(input="a", **options))
+    await asyncio.wait_for(begun.wait(), 30)
+    assert (await client.responses.retrieve(names[0])).status == "in_progress"
+    await client.responses.delete(names[0])
+    with pytest.raises(openai.APIStatusError):
+        await asyncio.wait_for(running_one, 60)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(names[0])

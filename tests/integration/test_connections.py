@@ -130,21 +130,6 @@ async def test_link_worker_dies_pending_calls_fail_and_it_reconnects(pair):
     assert (await link.call(block("back"), 30)).session_id == "back"
 
 
-async def test_link_reopens_a_stream_that_the_worker_ended(pair):
-    worker, link = pair
-
-    def explode(b):
-        raise RuntimeError("a bug in the worker")
-
-    worker.on_block = explode
-    with pytest.raises(UnavailableError):
-        await link.call(block(), 30)
-    worker.on_block = worker.work
-    await until(lambda: link.is_up)
-    assert (await link.call(block(), 30)).session_id == "s"
-    assert worker.num_streams == 2
-
-
 async def test_link_survives_a_message_that_cannot_be_parsed():
     num_streams = 0
 

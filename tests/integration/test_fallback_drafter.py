@@ -30,14 +30,10 @@ TEXTS = {
 
 def drafting_of(fleet, session, allowed=DrafterKind.MODEL, **options):
     remote, verifier = clients(fleet, session, **options)
-    return drafting_over(remote, session, allowed), verifier
-
-
-def drafting_over(remote, session, allowed=DrafterKind.MODEL, costs=None):
     texts = [look_up() for look_up in TEXTS[allowed]]
     gamma = 0 if allowed is DrafterKind.NONE else 3
     drafter = SessionDrafter(remote if allowed is DrafterKind.MODEL else None, texts, 3, fixed=gamma)
-    return drafter, DrafterChoice(session, drafter, FixedGamma(gamma, costs or CostModel()))
+    return (drafter, DrafterChoice(session, drafter, FixedGamma(gamma, CostModel()))), verifier
 
 
 async def one_cycle(session, drafting, verifier):

@@ -1,35 +1,22 @@
 """A target worker that learns: its training process may be killed at any time, and ends with it."""
 
+import sys
 import time
 
 import psutil
 import pytest
 
+from gammaray.learning.folder import LearningFolder
 from gammaray.types import SamplingParams
-from gammaray.v1 import target_service_pb2 as pb
-from gammaray.wire.blocks import proposal_from_proto
-from tests.support.learning_helpers import PROMPTS, new_head, tiny_target
+from tests.support.dying_trainer import NONE, START, STEPS
+from tests.support.learning_helpers import PROMPTS, begin, end, learning, new_head, run_for, tiny_target
 from tests.support.workers.redis_helpers import wait_until
 from tests.support.workers.service_helpers import worker_process
-from tests.support.workers.workers_helpers import Driver, Link
+from tests.support.workers.workers_helpers import Driver, Headed, Link
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 COUNT, PROMPT = 100, PROMPTS[0]
-
-
-class Headed(Driver):
-    """Lets the worker's head draft in every cycle."""
-
-    async def generate(self, count):
-        self.tokens = list(self.prompt)
-        while len(self.tokens) < len(self.prompt) + count:
-            head = pb.HeadDraft(gamma=3)
-            result = await self._feed(self.target, pb.VerifyBlock, head=head)
-            drafted = proposal_from_proto(result.drafted, 2**31)
-            self.tokens += [drafted.token_ids[node] for node in result.verdict.accepted_path]
-            self.tokens.append(result.verdict.next_token_id)
-        return self.tokens[len(self.prompt) :][:count]
 
 
 def training(worker):
@@ -55,7 +42,7 @@ async def test_serving_goes_on_when_the_training_is_killed(tmp_path):
                 plain = Driver(link, None, PROMPT, params, session_id=f"plain {seed}")
                 expected[seed] = await plain.generate(COUNT)
                 await link.release(f"plain {seed}")
-            run = Headed(link, None, PROMPT, params, session_id=f"s {seed} {time.monotonic()}")
+            run = Headed(link, None, PROMPT, params, gamma=3, session_id=f"s {seed} {time.monotonic()}")
             assert await run.generate(COUNT) == expected[seed]
             await link.release(run.session_id)
 
@@ -78,12 +65,45 @@ async def test_serving_goes_on_when_the_training_is_killed(tmp_path):
 def test_training_process_of_a_killed_worker_ends(tmp_path):
     target = tiny_target(tmp_path / "target")
     head = new_head(tmp_path / "head", target)
-    with worker_process("target", str(target), "--head", str(head), "--learn", str(tmp_path / "learn")) as (
-        worker,
-        _,
-    ):
+    options = ("--head", str(head), "--learn", str(tmp_path / "learn"))
+    with worker_process("target", str(target), *options) as (worker, _):
         wait_until(lambda: training(worker))
         (process,) = training(worker)
         worker.kill()
         worker.wait(30)
         wait_until(lambda: not psutil.pid_exists(process.pid))
+
+
+NUM_TOKENS, LIMIT_S = 48, 240
+
+
+def test_serving_never_notices_and_the_next_process_goes_on(tmp_path, monkeypatch):
+    target = tiny_target(tmp_path / "target")
+    drafter = new_head(tmp_path / "drafter", target)
+    notes, folder = tmp_path / "notes", tmp_path / "learn"
+    notes.write_text("")
+    monkeypatch.setattr("services.learning.versions.PERIOD_S", 0.05)
+    with learning(folder, target, drafter, monkeypatch) as scheduler:
+        expected = {}
+        for seed in range(16):  # no process trains: these are the streams that are learnt from
+            plain = begin(scheduler, seed)
+            expected[seed] = run_for(plain, NUM_TOKENS, gamma=0)
+            end(plain)
+    command = [sys.executable, "-m", "tests.support.dying_trainer", str(notes), str(folder)]
+    with learning(folder, target, drafter, monkeypatch, [*command, str(target), str(drafter)]) as scheduler:
+        store, rounds, ends = LearningFolder(folder).store("open"), 0, time.monotonic() + LIMIT_S
+
+        def died_at():
+            return notes.read_text().splitlines()
+
+        while NONE not in died_at() or not store.read().stable:
+            assert time.monotonic() < ends, (died_at(), store.read())
+            seed, rounds = rounds % 16, rounds + 1
+            run = begin(scheduler, seed)
+            assert run_for(run, NUM_TOKENS) == expected[seed], died_at()
+            end(run)
+            for version in store.read().versions:
+                held = {path.name for path in store.directory(version.number).iterdir()}
+                assert held == {"model.safetensors", "config.json", "gammaray.json", "README.md"}
+                assert "cannot be loaded" not in version.reason
+        assert died_at() == [START, *(name for name, *_ in STEPS), NONE]

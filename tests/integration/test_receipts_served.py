@@ -15,7 +15,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.texts import json_schema_grammar
 from gammaray.receipts.keys import published, read_receipt_keys, rotate
 from gammaray.receipts.receipt import Receipt, SignedReceipt
-from gammaray.types import DrafterKind, FinishReason, GammaPolicy, SamplingParams, VerificationMethod
+from gammaray.types import FinishReason, GammaPolicy, SamplingParams, VerificationMethod
 from orchestrator.access.caller import ANONYMOUS
 from orchestrator.api.http.server.app import create_app
 from services.receipts.check import ReceiptChecker
@@ -60,12 +60,9 @@ def sampled(**fields):
 
 
 CASES = {
-    "gamma 0": {"gamma": GammaPolicy(0)},
     "gamma 8": {"gamma": GammaPolicy(8)},
-    "adaptive": {},
     "greedy": {"sampling": GREEDY},
     "tree": {"gamma": GammaPolicy(4, max_nodes=16)},
-    "suffix": {"drafter": DrafterKind.SUFFIX},
     "filters": sampled(temperature=0.7, top_p=0.9, top_k=40, min_p=0.01),
     "penalties": sampled(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.4),
     "bias": sampled(logit_bias={11: 5.0, 12: -5.0}, banned_token_ids=(13, 14), sample_index=3),

@@ -31,6 +31,17 @@ from tests.support.workers.scripted_workers import make_session, until_so
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
+@contextlib.asynccontextmanager
+async def begun(url):
+    """Yield a client, a store and a session in it, with nothing else there."""
+    redis = connect(url)
+    await redis.flushall()
+    store, session = RedisStore(redis, ttl_s=60), make_session()
+    await store.create(session, b"")
+    yield redis, store, session
+    await redis.aclose()
+
+
 async def commit(store, session, token_ids):
     kept = session.commit(token_ids)
     await store.append(session, token_ids[:kept], [TokenOrigin.BONUS] * kept)
@@ -41,24 +52,16 @@ def promote(replica):
         client.replicaof("NO", "ONE")
 
 
-def demote(primary, new):
-    """Make a primary the replica of another; it keeps the connections of its clients."""
-    follow(primary, new)
-
-
 async def test_commits_continue_at_the_new_primary_of_the_host_name():
     with replicated() as (old, new):
-        async with redis_name(old) as (name, url):
-            redis = connect(url)
-            store, session = RedisStore(redis, ttl_s=60), make_session()
-            await store.create(session, b"")
+        async with redis_name(old) as (name, url), begun(url) as (redis, store, session):
             await commit(store, session, [1])
             # Several connections are open at once, all of them to the server that is about to be demoted.
             await asyncio.gather(*(answer(redis.set(f"k{i}", i)) for i in range(20)))
             assert int(await redis.wait(1, 10_000)) == 1
             promote(new)
             name.target = port_of(new.url)
-            demote(old, new)
+            follow(old, new)  # it keeps the connections of its clients
             await commit(store, session, [2])
             await asyncio.gather(*(answer(redis.set(f"k{i}", -i)) for i in range(20)))
             assert (await store.read("s")).token_ids == (1, 2)
@@ -67,7 +70,6 @@ async def test_commits_continue_at_the_new_primary_of_the_host_name():
             with sync_redis.Redis.from_url(old.url) as replica:  # all left, those that only read included
                 (left,) = [client for client in replica.client_list() if client["flags"] == "N"]
                 assert left["id"] == str(replica.client_id())
-            await redis.aclose()
 
 
 @pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
@@ -75,11 +77,7 @@ def test_commits_continue_after_idle_connections_were_reset(redis_server, run):
     """Ray Serve runs orchestrators on uvloop, which raises its own errors for closed connections."""
 
     async def commit_after_reset():
-        async with redis_name(redis_server) as (name, url):
-            redis = connect(url)
-            await redis.flushall()
-            store, session = RedisStore(redis, ttl_s=60), make_session()
-            await store.create(session, b"")
+        async with redis_name(redis_server) as (name, url), begun(url) as (redis, store, session):
             for token_id in (1, 2):
                 await asyncio.gather(*(answer(redis.set(f"k{i}", i)) for i in range(4)))
                 assert name.reset() > 1
@@ -87,17 +85,13 @@ def test_commits_continue_after_idle_connections_were_reset(redis_server, run):
                 await commit(store, session, [token_id])
             await asyncio.gather(*(answer(redis.get(f"k{i}")) for i in range(4)))
             assert (await store.read("s")).token_ids == (1, 2)
-            await redis.aclose()
 
     run(commit_after_reset())
 
 
 async def test_commit_under_way_waits_for_the_new_primary():
     with replicated() as (old, new):
-        async with redis_name(old) as (name, url):
-            redis = connect(url)
-            store, session = RedisStore(redis, ttl_s=60), make_session()
-            await store.create(session, b"")
+        async with redis_name(old) as (name, url), begun(url) as (redis, store, session):
             assert int(await redis.wait(1, 10_000)) == 1
             with sync_redis.Redis.from_url(old.url) as client:
                 client.config_set("min-replicas-to-write", 3)  # it refuses writes, as one that is cut off
@@ -108,7 +102,6 @@ async def test_commit_under_way_waits_for_the_new_primary():
             name.target = port_of(new.url)
             await committing
             assert (await store.read("s")).token_ids == (1,)
-            await redis.aclose()
 
 
 async def test_worker_announces_itself_at_the_new_primary():
@@ -123,7 +116,7 @@ async def test_worker_announces_itself_at_the_new_primary():
 
             promote(new)
             name.target = port_of(new.url)
-            demote(old, new)
+            follow(old, new)
             await fresh.flushall()
             assert await until_so(targets) == {"h:1"}
             await announcer.withdraw()
@@ -151,20 +144,17 @@ async def test_client_follows_sentinel_to_the_promoted_primary(lines):
     """A primary that is killed, its replica, a sentinel that answers and one that does not."""
     with replicated() as (old, new), sentinel_of(old, *lines) as url:
         await asyncio.to_thread(check_redis, url)
-        redis = connect(url)
-        store, session = RedisStore(redis, ttl_s=60), make_session()
-        await store.create(session, b"")
-        await commit(store, session, [1])
-        assert address_of(redis) == f"127.0.0.1:{port_of(old.url)}"
-        await asyncio.sleep(1.5)  # Sentinel asks the primary for its replicas once in a while
-        assert int(await redis.wait(1, 10_000)) == 1
+        async with begun(url) as (redis, store, session):
+            await commit(store, session, [1])
+            assert address_of(redis) == f"127.0.0.1:{port_of(old.url)}"
+            await asyncio.sleep(1.5)  # Sentinel asks the primary for its replicas once in a while
+            assert int(await redis.wait(1, 10_000)) == 1
 
-        os.kill(old.pid, signal.SIGKILL)
-        last = await store_until_it_works(store, session, [2])
-        assert (await store.read("s")).token_ids == (1, 2)
-        assert address_of(redis) == f"127.0.0.1:{port_of(new.url)}"
-        assert last is None or isinstance(last, UnavailableError)
-        await redis.aclose()
+            os.kill(old.pid, signal.SIGKILL)
+            last = await store_until_it_works(store, session, [2])
+            assert (await store.read("s")).token_ids == (1, 2)
+            assert address_of(redis) == f"127.0.0.1:{port_of(new.url)}"
+            assert last is None or isinstance(last, UnavailableError)
 
 
 async def store_until_it_works(store, session, token_ids):

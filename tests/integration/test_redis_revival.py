@@ -15,7 +15,7 @@ import redis
 from gammaray.errors import UnavailableError
 from orchestrator.launcher import redis_server
 from orchestrator.storage.client import CHECK_TIMEOUT_S, check_redis
-from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.redis_helpers import running_redis, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -29,9 +29,7 @@ def push(client, value):
 
 def kill(server):
     os.kill(server.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while server.is_running and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not server.is_running)
 
 
 def test_redis_killed_while_writing_keeps_all_acknowledged_writes():

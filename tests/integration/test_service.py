@@ -2,15 +2,14 @@
 
 import asyncio
 import time
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
 
-from gammaray.errors import FailedPreconditionError
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.types import (
-    ADAPTIVE,
-    DrafterKind,
     FinishReason,
     GammaPolicy,
     GenerationRequest,
@@ -19,35 +18,16 @@ from gammaray.types import (
     VerificationMethod,
 )
 from gammaray.wire.sessions import SessionState
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.workers.protocol import DRAFT, TARGET
-from tests.support.workers.scripted_workers import until_so
-from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, text_of, tokens_of
+from tests.support.workers.resume_helpers import first_chunks, sessions_on
+from tests.support.workers.scripted_workers import scripted, until_so
+from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
 
 pytestmark = pytest.mark.integration
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("params", [SEEDED, GREEDY], ids=["temperature-1", "greedy"])
-async def test_service_tokens_do_not_depend_on_gamma_drafter_or_concurrency(orchestrator, params):
-    def request(index, **fields):
-        fields = {"prompt": PROMPTS[index], "sampling": params, "max_tokens": 40, **fields}
-        return GenerationRequest(**fields)
-
-    plain = [
-        tokens_of(await complete(orchestrator, request(i, gamma=GammaPolicy(0)))) for i in range(len(PROMPTS))
-    ]
-    assert all(1 <= len(tokens) <= 40 for tokens in plain)
-    variants = [{"gamma": GammaPolicy(1)}, {"gamma": GammaPolicy(3)}, {"gamma": GammaPolicy(8)}]
-    variants += [{"gamma": ADAPTIVE}, {"drafter": DrafterKind.NONE}]
-    for fields in variants:
-        assert tokens_of(await complete(orchestrator, request(0, **fields))) == plain[0]
-    together = await asyncio.gather(
-        *(complete(orchestrator, request(i % 4, **variants[i % len(variants)])) for i in range(8))
-    )
-    assert [tokens_of(chunks) for chunks in together] == plain + plain
 
 
 @pytest.mark.parametrize("method", list(VerificationMethod))
@@ -166,3 +146,101 @@ async def test_service_ended_request_frees_the_workers(orchestrator, redis, how)
     assert stored.finish_reason is (FinishReason.LENGTH if how == "finished" else None)
     assert stored.state is not SessionState.RUNNING
     assert orchestrator.admission.num_running == 0
+
+
+UNSTORED = GenerationRequest(PROMPTS[0], sampling=SEEDED, max_tokens=48, ignore_eos=True, store=False)
+
+
+@asynccontextmanager
+async def unchanged(redis):
+    """Check that no key of a session is written inside the block, not even one that is removed again."""
+    async with redis.monitor() as monitor:
+        yield
+        mark = "gammaray-test-mark"
+        await redis.set(mark, 1)
+        seen = []
+        async for event in monitor.listen():
+            if mark in event["command"]:
+                break
+            seen.append(event["command"])
+    await redis.delete(mark)
+    assert not [command for command in seen if "gammaray:session" in command or "EVAL" in command], seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tenant", ["", "alice"])
+async def test_redis_has_nothing_of_it_and_the_tokens_are_the_same(redis_server, redis, workers, tenant):
+    caller = Caller(tenant) if tenant else ANONYMOUS
+    async with running(redis_server, *workers) as orchestrator:
+        async with unchanged(redis):
+            chunks = [chunk async for chunk in orchestrator.generate(UNSTORED, caller)]
+        stored = await complete(orchestrator, replace(UNSTORED, store=True))
+        assert tokens_of(chunks) == tokens_of(stored)
+        assert text_of(chunks) == text_of(stored)
+        assert chunks[-1].finish_reason is FinishReason.LENGTH
+        assert {chunk.session_id for chunk in chunks} == {""}
+        assert chunks[-1].summary.cycles > 0
+        assert await sessions_on(orchestrator, 0) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_target_workers_are_told_to_keep_nothing_to_learn_from(redis_server, is_stored):
+    async with (
+        scripted("target", vocab_size=2048) as target,
+        running(redis_server, target.address, "") as orchestrator,
+    ):
+        await complete(orchestrator, replace(UNSTORED, store=is_stored, max_tokens=4))
+    specs = [block.spec for block in target.blocks if block.HasField("spec")]
+    assert specs
+    assert all(spec.no_learning is not is_stored for spec in specs)
+
+
+@pytest.mark.slow
+async def test_it_is_counted_and_leaves_nothing_for_later_outputs(redis_server, workers):
+    def count(orchestrator, name):
+        for metric, series in orchestrator.meter.meter.read():
+            if metric.name == name:
+                return sum(counter.value for _, counter in series)
+        raise AssertionError(name)
+
+    async with running(redis_server, *workers) as orchestrator:
+        await complete(orchestrator, UNSTORED)
+        assert count(orchestrator, "gammaray.tokens") == UNSTORED.max_tokens
+        assert orchestrator.corpus.num_tokens == 0
+        await complete(orchestrator, replace(UNSTORED, store=True))
+        assert count(orchestrator, "gammaray.tokens") == 2 * UNSTORED.max_tokens
+        assert orchestrator.corpus.num_tokens > 0
+
+
+@pytest.mark.slow
+async def test_client_that_disconnects_leaves_no_cache(redis_server, redis, workers):
+    async with running(redis_server, *workers) as orchestrator:
+        async with unchanged(redis):
+            await first_chunks(orchestrator, UNSTORED, 2)
+            assert await sessions_on(orchestrator, 0) == 0
+
+
+@pytest.mark.slow
+async def test_worker_that_dropped_it_gets_its_tokens_again(redis_server, workers):
+    """As when its cache was evicted: the store is not asked who owns it."""
+    async with running(redis_server, *workers) as orchestrator:
+        whole = tokens_of(await complete(orchestrator, UNSTORED))
+        chunks = []
+        async for chunk in orchestrator.generate(UNSTORED):
+            chunks.append(chunk)
+            if len(chunks) == 2:
+                for pool in (orchestrator.fleet.targets, orchestrator.fleet.drafts):
+                    for link in pool.links.values():
+                        for name in list(link.sessions):
+                            link.release(name, 1)
+        assert tokens_of(chunks) == whole
+
+
+@pytest.mark.slow
+def test_session_that_is_named_must_be_stored():
+    named = {"session_id": "mine"}
+    for fields in (named, {**named, "turn": 1}, {"resume_from": 0}):
+        with pytest.raises(InvalidArgumentError, match="is no session to name or resume") as caught:
+            replace(UNSTORED, **fields).validate()
+        assert caught.value.field == "store"

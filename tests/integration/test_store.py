@@ -1,33 +1,31 @@
-"""The session store, the registry and the private server, on a real Redis."""
+"""The session store and its listings, the registry and the private server, on a real Redis."""
 
 import asyncio
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 
 import orchestrator.launcher.redis_server as redis_server
+from gammaray.blocks import TokenLogprobs
 from gammaray.errors import CancelledError, FailedPreconditionError, NotFoundError, UnavailableError
-from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin, VerificationMethod
+from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
-from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.wire.sessions import SessionState
+from orchestrator.access.caller import Caller
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.sessions.lifecycle import SessionManager
+from orchestrator.sessions.management import SessionCalls
 from orchestrator.storage.client import MAX_CONNECTIONS, answer, connect
 from orchestrator.storage.keys import DEFAULT_KEYS
 from orchestrator.storage.registry import RedisRegistry
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
-from services.scheduling.sessions import SessionTable
-from services.scheduling.tasks import SessionSpec, Task
 from tests.support.cycle_helpers import LetterTokenizer
+from tests.support.workers.redis_helpers import wait_until
 from tests.support.workers.scripted_workers import PROMPT, make_session
 
 pytestmark = [pytest.mark.integration, pytest.mark.each_redis, pytest.mark.usefixtures("empty")]
@@ -113,48 +111,6 @@ async def test_errors_name_a_session_as_its_owner_does(store):
     ] == []
 
 
-async def test_store_names_are_unique_until_deleted(store):
-    await store.create(make_session(), b"")
-    with pytest.raises(FailedPreconditionError, match="already exists"):
-        await store.create(make_session(), b"")
-    await store.delete("s")
-    await store.delete("s")
-    with pytest.raises(NotFoundError):
-        await store.read("s")
-    await store.create(make_session(), b"")
-
-
-async def test_store_stale_owner_is_refused(store):
-    session = make_session()
-    await store.create(session, b"")
-    await commit(store, session, [1, 2])
-    epoch = await store.take_over("s")
-    assert epoch > session.epoch
-    with pytest.raises(FailedPreconditionError, match="another owner"):
-        await commit(store, session, [3])
-    await store.detach(session)
-    stored = await store.read("s")
-    assert (stored.token_ids, stored.finish_reason, stored.epoch) == ((1, 2), None, epoch)
-    assert stored.state is SessionState.RUNNING
-
-    successor = make_session(epoch=epoch)
-    successor.digest = stored.digest
-    successor.token_ids += [1, 2]
-    await commit(store, successor, [3])
-    assert (await store.read("s")).token_ids == (1, 2, 3)
-    with pytest.raises(NotFoundError):
-        await store.take_over("unknown")
-
-
-async def test_store_replay_of_the_last_commit_changes_nothing(store):
-    session = make_session()
-    await store.create(session, b"")
-    await commit(store, session, [1])
-    await commit(store, session, [2, 3], [ACCEPTED, BONUS])
-    await store.append(session, [2, 3], [ACCEPTED, BONUS])  # the answer got lost, the client tried again
-    assert (await store.read("s")).token_ids == (1, 2, 3)
-
-
 @pytest.mark.parametrize(
     ("emitted", "token_ids", "origins"),
     [
@@ -174,83 +130,6 @@ async def test_store_commit_at_the_wrong_place_is_refused(store, emitted, token_
     with pytest.raises(FailedPreconditionError, match="does not end at"):
         await store.append(session, token_ids, origins)
     assert (await store.read("s")).token_ids == (1, 2, 3)
-
-
-async def test_store_only_one_of_two_concurrent_owners_commits(store):
-    session = make_session(max_tokens=1000)
-    await store.create(session, b"")
-    writers = []
-    for token in range(20):
-        writer = make_session(max_tokens=1000, epoch=session.epoch)
-        writer.commit([token])
-        writers.append(store.append(writer, [token], [BONUS]))
-    results = await asyncio.gather(*writers, return_exceptions=True)
-    assert sum(result is None for result in results) == 1
-    assert len((await store.read("s")).token_ids) == 1
-
-
-async def test_store_rejects_commits_to_a_cancelled_turn(store):
-    session = make_session()
-    await store.create(session, b"")
-    await commit(store, session, [1])
-    epoch = await store.cancel("s")
-    assert epoch > session.epoch
-    with pytest.raises(CancelledError, match="s was cancelled"):
-        await commit(store, session, [2])
-    with pytest.raises(CancelledError):
-        await store.renew(session)
-    stored = await store.read("s")
-    assert (stored.token_ids, stored.finish_reason) == ((1,), FinishReason.CANCELLED)
-    assert stored.state is not SessionState.RUNNING
-    assert await store.cancel("s") == epoch
-    with pytest.raises(NotFoundError):
-        await store.cancel("unknown")
-
-
-async def test_store_epochs_never_decrease_after_expiry(redis):
-    """A name's next session has a higher epoch: no suspended owner commits into it, no worker refuses it."""
-    store, epochs, table = RedisStore(redis, ttl_s=1), [], workers_table()
-    suspended = make_session()
-    await store.create(suspended, b"old")
-    for end in ("expires", "is deleted", "is lost with Redis", "runs"):
-        session = suspended if not epochs else make_session(prompt=(9, 9, 9))
-        if epochs:
-            await store.create(session, b"new")
-            with pytest.raises(FailedPreconditionError, match="another owner"):
-                await commit(store, suspended, [111])
-            assert (await store.read("s")).prompt == (9, 9, 9)
-            assert (await store.read("s")).token_ids == ()
-        epochs += [session.epoch, await store.take_over("s")]
-        table.admit(workers_task(session.prompt, epochs[-1]))
-        if end == "expires":
-            await asyncio.sleep(1.2)
-        elif end == "is deleted":
-            await store.delete("s")
-        elif end == "is lost with Redis":
-            await redis.flushall()
-    assert epochs == sorted(set(epochs))
-    assert epochs[-1] < 2**53
-    with pytest.raises(FailedPreconditionError, match="or newer"):
-        table.admit(workers_task(PROMPT, epochs[-2]))
-
-
-def workers_table() -> SessionTable:
-    return SessionTable(16, 32, "cpu", lambda _: False, lambda _: None)
-
-
-def workers_task(prompt, epoch) -> Task:
-    message = target_pb.VerifyBlock(session_id="s", epoch=epoch)  # as it comes over the wire
-    return Task(
-        request_id=0,
-        session_id=message.session_id,
-        epoch=target_pb.VerifyBlock.FromString(message.SerializeToString()).epoch,
-        base_position=len(prompt),
-        context_start=0,
-        context=list(prompt),
-        spec=SessionSpec(SamplingParams(seed=1), VerificationMethod.COUPLED, len(prompt), ()),
-        deadline=0.0,
-        deliver=lambda *_: None,
-    )
 
 
 async def test_store_owner_of_an_earlier_session_records_no_trace(redis, store):
@@ -349,15 +228,6 @@ async def test_store_session_keeps_its_adapter(store):
     assert plain.session.adapter == ""
 
 
-async def test_store_retries_during_a_short_pause_of_redis(store, redis_server):
-    session = make_session()
-    await store.create(session, b"")
-    os.kill(redis_server.pid, signal.SIGSTOP)
-    asyncio.get_running_loop().call_later(0.5, os.kill, redis_server.pid, signal.SIGCONT)
-    await commit(store, session, [1])
-    assert (await store.read("s")).token_ids == (1,)
-
-
 async def test_registry_lists_live_workers_by_role(redis):
     registry = RedisRegistry(redis)
     assert await registry.workers() == {"target": set(), "draft": set()}
@@ -423,10 +293,7 @@ def test_redis_server_ends_when_its_parent_is_killed(tmp_path):
     starter.kill()
     starter.wait()
     starter.stdout.close()
-    deadline = time.monotonic() + 30
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_alive(pid)
+    wait_until(lambda: not is_alive(pid))
 
 
 def is_alive(pid: int) -> bool:
@@ -446,3 +313,75 @@ async def test_a_client_holds_a_bounded_number_of_connections_whatever_its_burst
             assert 1 < len(held) <= MAX_CONNECTIONS + 1  # the module's own client has one
     finally:
         await client.aclose()
+
+
+NUM_SESSIONS, NUM_TOKENS = 100, 1000
+
+
+def calls_of(redis, store: RedisStore) -> SessionCalls:
+    return SessionCalls(store, None, lambda *_, **__: None, RedisTraceStore(redis, 600))  # type: ignore[arg-type]
+
+
+async def test_list_of_long_sessions_reads_no_token(redis):
+    """Of sessions of 1,000 tokens with log-probabilities a listing needs none."""
+    store = RedisStore(redis, 600)
+    logprobs = [TokenLogprobs(-1.0, ())] * NUM_TOKENS
+    for index in range(NUM_SESSIONS):
+        session = make_session(f"acme:{index}", NUM_TOKENS, 0, tuple(range(500)))
+        session.num_top_logprobs = 0
+        await store.create(session, b"request")
+        session.commit([7] * NUM_TOKENS)
+        await store.append(session, [7] * NUM_TOKENS, [BONUS] * NUM_TOKENS, logprobs)
+    before, commands = await redis.info(), await redis.info("commandstats")
+    found = await calls_of(redis, store).recent(1000, Caller(tenant="acme"))
+    after, now = await redis.info(), await redis.info("commandstats")
+    assert [info.session_id for info in found] == [str(index) for index in reversed(range(NUM_SESSIONS))]
+    assert {(info.prompt_tokens, info.emitted_tokens) for info in found} == {(500, NUM_TOKENS)}
+    assert {info.finish_reason for info in found} == {FinishReason.LENGTH}
+    assert after["used_memory"] > 13 * NUM_SESSIONS * NUM_TOKENS
+    assert after["total_net_output_bytes"] - before["total_net_output_bytes"] < 2**16
+    assert now["cmdstat_hmget"]["calls"] - commands["cmdstat_hmget"]["calls"] == NUM_SESSIONS
+    for command in ("get", "getrange", "hgetall", "strlen"):
+        assert now.get(f"cmdstat_{command}") == commands.get(f"cmdstat_{command}")
+
+
+async def test_sessions_exist_until_they_are_deleted_or_expire(redis):
+    store = RedisStore(redis, 600)
+    names = [f"acme:{index}" for index in range(450)]  # more than one page
+    for name in names[::2]:
+        await store.create(make_session(name), b"request")
+    assert await store.exist([]) == []
+    assert await store.exist(names) == [index % 2 == 0 for index in range(450)]
+    await store.delete("acme:0")
+    await redis.pexpire("gammaray:session:{acme:448}", 1)
+    await asyncio.sleep(0.01)
+    assert await store.exist(["acme:448", "acme:2", "acme:0", "other:2"]) == [False, True, False, False]
+
+
+async def test_summary_equals_the_fields_of_the_session(redis):
+    store = RedisStore(redis, 600)
+    calls, caller = calls_of(redis, store), Caller(tenant="acme")
+    for name in ("a", "b", "c"):
+        session = make_session(f"acme:{name}", 8)
+        await store.create(session, b"request")
+        session.commit([1, 2])
+        await store.append(session, [1, 2], [TokenOrigin.BONUS] * 2)
+        if name == "b":
+            await store.detach(session)
+    await store.cancel("acme:c")
+    listed = {info.session_id: info for info in await calls.recent(0, caller)}
+    assert {name: info.state for name, info in listed.items()} == {
+        "a": SessionState.RUNNING,
+        "b": SessionState.DETACHED,
+        "c": SessionState.FINISHED,
+    }
+    for name, info in listed.items():
+        stored = await store.read(f"acme:{name}")
+        assert (info.turn, info.epoch, info.seed) == (stored.turn, stored.epoch, stored.seed)
+        assert (info.prompt_tokens, info.emitted_tokens) == (len(make_session().prompt), 2)
+        assert info.finish_reason is stored.finish_reason
+        assert 0 < info.expires_in_ms <= 600_000
+        assert info.created_ms == stored.created_ms > 0
+    assert await calls.recent(0, Caller(tenant="other")) == []
+    with pytest.raises(NotFoundError):
+        await store.summary("acme:d")

@@ -93,7 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def rises(self, epoch: int) -> None:
         """Check a new epoch: it must be higher than those of all former owners of any session."""
-        assert epoch > self.model.epoch
+        assert self.model.epoch < epoch < 2**53
         assert epoch > max((view.epoch for view in self.views if view is not None), default=0)
         self.model.epoch = epoch
 

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400), pytest.mark.slo
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"
-SAMPLED = Caller(traceparent=f"00-{TRACE_ID}-{CALLER_SPAN}-01")
+SAMPLED, ALSO_SAMPLED = (Caller(traceparent=f"00-{one}-{CALLER_SPAN}-01") for one in (TRACE_ID, "1" * 32))
 TIMEOUT_S = 60.0
 
 STOP_TIMEOUT_S = 60.0
@@ -100,86 +100,13 @@ def assert_as_documented(span: ReceivedSpan) -> None:
         assert type(span.attributes[name]) is types[attribute.type], name
 
 
-@pytest.fixture(scope="module")
-def collector():
-    with receiving() as (endpoint, receiver):
-        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
-        yield environment, receiver
-
-
-@pytest.fixture(scope="module")
-def workers(collector):
-    environment, _ = collector
-    with exporting_worker("target", environment) as (_, target):
-        with exporting_worker("draft", environment) as (_, draft):
-            yield target, draft
-
-
-@pytest.fixture
-def exporting(collector, monkeypatch):
-    environment, receiver = collector
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    receiver.spans.clear()
-    return receiver
-
-
 def request(seed=1, **fields) -> GenerationRequest:
-    return GenerationRequest(
-        **{
-            "prompt": PROMPTS[0],
-            "sampling": SamplingParams(temperature=0.7, seed=seed),
-            "max_tokens": 96,
-            "gamma": GammaPolicy(fixed=2),
-            "ignore_eos": True,
-            **fields,
-        }
-    )
+    fields |= {"sampling": SamplingParams(temperature=0.7, seed=seed), "gamma": GammaPolicy(fixed=2)}
+    return GenerationRequest(PROMPTS[0], max_tokens=96, ignore_eos=True, **fields)
 
 
 async def generate(orchestrator, request, caller=SAMPLED):
     return [chunk async for chunk in orchestrator.generate(request, caller)]
-
-
-async def whole_trace(receiver, trace_id=TRACE_ID):
-    spans = await asyncio.to_thread(
-        receiver.wait, lambda spans: is_whole(of_trace(spans, trace_id)), TIMEOUT_S
-    )
-    return of_trace(spans, trace_id)
-
-
-async def test_trace_has_every_cycle_with_client_and_worker_spans(redis_server, workers, exporting):
-    async with running(redis_server, *workers) as orchestrator:
-        chunks = await generate(orchestrator, request(stop=("\x00 a secret",)))
-        spans = await whole_trace(exporting)
-    assert_nested(spans)
-    for span in spans:
-        assert_as_documented(span)
-        assert "a secret" not in repr(span)
-    (root,) = named(spans, t.SPAN_GENERATE)
-    assert root.parent_id == CALLER_SPAN
-    assert root.attributes[t.OUTPUT_TOKENS] == len(tokens_of(chunks)) == 96
-    assert root.attributes[t.REQUEST_SEED] == "1"
-    cycles = named(spans, t.SPAN_CYCLE)
-    assert len(cycles) == chunks[-1].summary.cycles >= 20
-    cycle = next(cycle for cycle in cycles if cycle.attributes[t.DRAFTER] == "model")
-    assert (cycle.attributes[t.GAMMA], cycle.attributes[t.VERIFICATION]) == (2, "coupled")
-    assert cycle.attributes[t.SESSION_ID] == root.attributes[t.SESSION_ID]
-    assert [cycle.attributes[t.CYCLE_INDEX] for cycle in cycles] == list(range(len(cycles)))
-    assert sum(cycle.attributes[t.EMITTED] for cycle in cycles) == 96
-    below = children(spans)
-    for cycle in cycles[:-1]:  # the last one may have no room for a proposal
-        propose, verify = sorted(below[cycle.span_id], key=lambda span: span.start_ns)
-        assert (propose.name, verify.name) == (t.SPAN_PROPOSE, t.SPAN_VERIFY)
-        assert propose.kind in ASKING
-        assert verify.kind == "client"
-        for client in (propose, verify):
-            served = below[client.span_id]
-            assert len(served) == client.attributes[t.BLOCKS]
-            kind = SERVING[ASKING.index(client.kind)]
-            assert all((side.name, side.kind) == (client.name, kind) for side in served)
-            assert {side.resource["process.pid"] for side in served} != {root.resource["process.pid"]}
-    assert len({span.resource["process.pid"] for span in spans}) == 3
 
 
 async def test_records_of_a_session_are_those_of_its_cycles(redis_server, workers):
@@ -209,7 +136,7 @@ REQUEST = GenerationRequest(
     model="demo",
     sampling=SamplingParams(temperature=0.7, seed=11, top_p=0.95, top_k=100),
     max_tokens=96,
-    stop=("\x00",),
+    stop=("\x00 a secret",),
     ignore_eos=True,
     gamma=GammaPolicy(fixed=2),
     session_id="reported",
@@ -222,6 +149,8 @@ async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch, tmp_path
             monkeypatch.setenv(name, value)
         with exporting_worker("draft", {}) as (_, draft), exporting_worker("target", {}) as (_, survivor):
             addresses, offset = await _survive_a_target_and_resume(redis, survivor, draft)
+            async with running(redis, survivor, draft) as orchestrator:
+                chunks = await generate(orchestrator, request())
             await _follow_a_grammar(redis, survivor, draft)
             await _draft_by_a_head(redis, tmp_path)
             await _ask_without_the_tokens(survivor)
@@ -231,6 +160,10 @@ async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch, tmp_path
             except TimeoutError:
                 spans = list(receiver.spans)
     assert missing(spans) == set()
+    for span in spans:
+        assert_as_documented(span)
+        assert "a secret" not in repr(span)
+    _check_cycles(of_trace(spans, TRACE_ID), chunks)
     _check_takeover(spans, addresses, offset)
     (failed,) = [s for s in named(spans, t.SPAN_GENERATE) if t.ERROR_TYPE in s.attributes]
     assert failed.is_error
@@ -242,13 +175,42 @@ def missing(spans):
 
 
 def is_complete(spans):
-    return not missing(spans) and len(turns(spans)) == 2
+    return not missing(spans) and len(turns(spans)) == 2 and is_whole(of_trace(spans, TRACE_ID))
 
 
 def turns(spans):
     """Return the two generations of the session that was resumed, the earlier one first."""
     roots = named(spans, t.SPAN_GENERATE)
     return [root for root in roots if root.attributes.get(t.SESSION_ID) == REQUEST.session_id]
+
+
+def _check_cycles(spans, chunks):
+    """The trace of a caller has every cycle, with its client and worker spans, of three processes."""
+    assert_nested(spans)
+    (root,) = named(spans, t.SPAN_GENERATE)
+    assert root.parent_id == CALLER_SPAN
+    assert root.attributes[t.OUTPUT_TOKENS] == len(tokens_of(chunks)) == 96
+    assert root.attributes[t.REQUEST_SEED] == "1"
+    cycles = named(spans, t.SPAN_CYCLE)
+    assert len(cycles) == chunks[-1].summary.cycles >= 20
+    cycle = next(cycle for cycle in cycles if cycle.attributes[t.DRAFTER] == "model")
+    assert (cycle.attributes[t.GAMMA], cycle.attributes[t.VERIFICATION]) == (2, "coupled")
+    assert cycle.attributes[t.SESSION_ID] == root.attributes[t.SESSION_ID]
+    assert [cycle.attributes[t.CYCLE_INDEX] for cycle in cycles] == list(range(len(cycles)))
+    assert sum(cycle.attributes[t.EMITTED] for cycle in cycles) == 96
+    below = children(spans)
+    for cycle in cycles[:-1]:  # the last one may have no room for a proposal
+        propose, verify = sorted(below[cycle.span_id], key=lambda span: span.start_ns)
+        assert (propose.name, verify.name) == (t.SPAN_PROPOSE, t.SPAN_VERIFY)
+        assert propose.kind in ASKING
+        assert verify.kind == "client"
+        for client in (propose, verify):
+            served = below[client.span_id]
+            assert len(served) == client.attributes[t.BLOCKS]
+            kind = SERVING[ASKING.index(client.kind)]
+            assert all((side.name, side.kind) == (client.name, kind) for side in served)
+            assert {side.resource["process.pid"] for side in served} != {root.resource["process.pid"]}
+    assert len({span.resource["process.pid"] for span in spans}) == 3
 
 
 def _check_takeover(spans, addresses, offset):
@@ -285,9 +247,7 @@ async def _survive_a_target_and_resume(redis, survivor, draft):
                     if len(received) > 48:
                         break
     async with running(redis, survivor, draft) as successor:
-        rest = dataclasses.replace(REQUEST, resume_from=len(received))
-        async for _ in successor.generate(rest, Caller()):
-            pass
+        await generate(successor, dataclasses.replace(REQUEST, resume_from=len(received)), Caller())
     return [victim, survivor], len(received)
 
 
@@ -295,8 +255,7 @@ async def _follow_a_grammar(redis, target, draft):
     sampling = SamplingParams(temperature=0.7, seed=11, grammar='start: "x" /[a-z ]{20}/')
     request = dataclasses.replace(REQUEST, sampling=sampling, stop=(), ignore_eos=False, session_id="")
     async with running(redis, target, draft) as orchestrator:
-        async for _ in orchestrator.generate(request, SAMPLED):
-            pass
+        await generate(orchestrator, request, ALSO_SAMPLED)
 
 
 async def _draft_by_a_head(redis, folder):
@@ -304,8 +263,7 @@ async def _draft_by_a_head(redis, folder):
     request = dataclasses.replace(REQUEST, session_id="", drafter=DrafterKind.HEAD)
     with exporting_worker("target", {"GAMMARAY_HEAD": str(head)}) as (_, target):
         async with running(redis, target, "") as orchestrator:
-            async for _ in orchestrator.generate(request, SAMPLED):
-                pass
+            await generate(orchestrator, request, ALSO_SAMPLED)
 
 
 async def _ask_without_the_tokens(target):
@@ -316,7 +274,7 @@ async def _ask_without_the_tokens(target):
             [1, 2, 3],
             session_id="stranger",
             context=types_pb2.TokenSpan(start=2, token_ids=[3]),
-            trace=types_pb2.TraceContext(traceparent=SAMPLED.traceparent),
+            trace=types_pb2.TraceContext(traceparent=ALSO_SAMPLED.traceparent),
         )
         assert (await link.ask(block)).need.position == 0
     finally:
@@ -326,5 +284,4 @@ async def _ask_without_the_tokens(target):
 async def _fail(redis):
     async with running(redis, "127.0.0.1:1", "", worker_wait_s=0.2) as orchestrator:
         with pytest.raises(UnavailableError):
-            async for _ in orchestrator.generate(dataclasses.replace(REQUEST, session_id=""), Caller()):
-                pass
+            await generate(orchestrator, dataclasses.replace(REQUEST, session_id=""), Caller())

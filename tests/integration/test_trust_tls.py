@@ -9,9 +9,8 @@ import shutil
 import socket
 import ssl
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 
 import grpc
@@ -19,7 +18,7 @@ import pytest
 from cryptography import x509
 
 from gammaray.config import TargetSettings
-from gammaray.errors import InvalidArgumentError
+from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.security.tls import TlsFiles, dial, tls_files
 from gammaray.types import GenerationRequest
 from gammaray.v1 import target_service_pb2 as pb
@@ -30,6 +29,7 @@ from services.target_worker.worker import TargetWorker
 from tests.support.docs_commands import commands
 from tests.support.engine_helpers import tiny_model
 from tests.support.tls_helpers import Authority, role_certificates
+from tests.support.workers.redis_helpers import wait_until
 from tests.support.workers.service_helpers import complete, running, tokens_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -145,31 +145,26 @@ async def test_completion_over_tls_to_worker_and_redis(certificates, tmp_path):
                 assert "ssl" not in roles["redis"].address
 
 
-class redis_with_tls:
+@contextmanager
+def redis_with_tls(files: TlsFiles, port: int, url: str, directory):
     """A redis-server that accepts only TLS with a client certificate."""
+    options = {"port": 0, "bind": "127.0.0.1", "tls-port": port, "dir": directory, "save": ""}
+    options |= {"tls-ca-cert-file": files.ca, "tls-cert-file": files.cert, "tls-key-file": files.key}
+    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
-    def __init__(self, files: TlsFiles, port: int, url: str, directory) -> None:
-        options = {"port": 0, "bind": "127.0.0.1", "tls-port": port, "dir": directory, "save": ""}
-        options |= {"tls-ca-cert-file": files.ca, "tls-cert-file": files.cert, "tls-key-file": files.key}
-        self._arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        self._url = url
+    def answers() -> bool:
+        try:
+            with ThreadPoolExecutor(1) as pool:  # the test has an event loop in this thread
+                return pool.submit(check_redis, url).result() is None
+        except UnavailableError:
+            return False
 
-    def __enter__(self) -> None:
-        self._process = subprocess.Popen(["redis-server", *self._arguments], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                with ThreadPoolExecutor(1) as pool:  # the test has an event loop in this thread
-                    return pool.submit(check_redis, self._url).result()
-            except Exception:
-                if time.monotonic() > deadline or self._process.poll() is not None:
-                    self.__exit__()
-                    raise
-                time.sleep(0.05)
-
-    def __exit__(self, *_) -> None:
-        self._process.terminate()
-        self._process.wait(10)
+    with subprocess.Popen(["redis-server", *arguments], stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_until(answers)
+            yield
+        finally:
+            process.terminate()
 
 
 @pytest.mark.parametrize("missing", ["ca.crt", "tls.crt", "tls.key"])

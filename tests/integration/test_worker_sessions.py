@@ -1,6 +1,5 @@
 """Drafters and verifiers on scripted workers: feeding, refusals, failover, spreading of sessions."""
 
-import asyncio
 import math
 
 import pytest
@@ -167,34 +166,6 @@ async def test_remote_prompt_logprobs_are_requested_until_a_token_is_emitted():
         assert asked == [True, False, False, False]
 
 
-async def test_remote_unrequested_logprobs_are_dropped():
-    async with scripted("target") as target, fleet_of(target) as fleet:
-
-        def answer(block):
-            result = target.work(block)
-            result.verdict.logprobs.add(logprob=math.nan, top_token_ids=[1])
-            return result
-
-        target.on_block = answer
-        session = make_session(max_tokens=3)
-        cycles = await finish(session, *clients(fleet, session), 0)
-        assert not any(cycle.logprobs for cycle in cycles)
-
-
-async def test_remote_draft_worker_dies_the_other_one_takes_over():
-    async with scripted("target", "draft", "draft") as (target, *drafts), fleet_of(target, *drafts) as fleet:
-        session = make_session(max_tokens=600)
-        drafter, verifier = clients(fleet, session)
-        task = asyncio.create_task(finish(session, drafter, verifier, 2))
-        await until(lambda: any(len(d.blocks) > 5 for d in drafts))
-        first, second = sorted(drafts, key=lambda d: -len(d.blocks))
-        assert second.blocks == []
-        await first.stop()
-        await task
-        assert emitted(session) == continuation(PROMPT, 600)
-        assert len(second.blocks) > 5
-
-
 async def test_remote_drafter_and_target_prefill_a_long_prompt_concurrently():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         prompt = tuple(i % VOCAB for i in range(500))
@@ -222,31 +193,6 @@ async def test_remote_draft_context_ends_before_the_targets():
             assert emitted(session) == continuation(PROMPT, 30)
             assert not any(c.draft_failed for c in cycles)
             assert all(b.base_position + b.gamma <= 20 for b in draft.blocks)
-
-
-async def test_remote_dead_target_is_replaced_without_changing_tokens():
-    async with scripted("target", "target", "draft") as (*targets, draft), fleet_of(*targets, draft) as fleet:
-        session = make_session(max_tokens=200)
-        task = asyncio.create_task(finish(session, *clients(fleet, session), 3))
-        await until(lambda: any(len(t.blocks) > 5 for t in targets))
-        first, second = sorted(targets, key=lambda t: -len(t.blocks))
-        await first.stop()
-        await task
-        assert emitted(session) == continuation(PROMPT, 200)
-        assert second.blocks[0].context.start == 0
-        assert second.blocks[0].HasField("spec")
-
-
-async def test_remote_session_waits_for_the_restart_of_the_only_target():
-    async with scripted("target") as target, fleet_of(target) as fleet:
-        session = make_session(max_tokens=100)
-        task = asyncio.create_task(finish(session, *clients(fleet, session), 0))
-        await until(lambda: len(target.blocks) > 5)
-        await target.stop()
-        await asyncio.sleep(0.1)
-        await target.start()
-        await task
-        assert emitted(session) == continuation(PROMPT, 100)
 
 
 async def test_remote_sessions_stay_and_new_ones_go_to_the_least_loaded():

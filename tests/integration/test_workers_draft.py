@@ -1,12 +1,15 @@
 """The draft worker over its real stream: what it proposes, when it stops, what it feeds."""
 
 import asyncio
+import time
 
 import pytest
 
+from gammaray.demo_pair import resolve_model
 from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
 from gammaray.wire.blocks import proposal_from_proto
+from services.engine.native.library import load_kernel
 from services.speculation.proposals import RUN
 from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
 from tests.support.workers.held_engine import HeldEngine, all_read
@@ -123,3 +126,35 @@ async def test_release_cancels_a_running_proposal(model):
         assert (await asyncio.wait_for(waiting, ANSWER_TIMEOUT_S)).error.code == CANCELLED
         assert len(engine.forwards) == RUN, "the call of the engine that ran is the last one"
         assert (await draft.info()).num_sessions == 0
+
+
+@pytest.mark.parametrize("method", sorted(set(VerificationMethod) - {VerificationMethod.COUPLED}))
+async def test_other_methods_never_get_a_tree(draft, method):
+    block = propose_block(PROMPT, 3, max_nodes=12, spec=spec_message(SamplingParams(seed=4), method))
+    proposal = (await draft.ask(block)).proposal
+    assert len(proposal.token_ids) == 3
+    assert not proposal.parents
+
+
+async def test_idle_worker_sleeps_when_its_ahead_work_is_done(model):
+    def cpu_s(scheduler):
+        return time.thread_time(), scheduler.lookahead.stats.forwards
+
+    async with running("draft", model) as (draft, worker):
+        for index in range(4):
+            await draft.ask(propose_block(PROMPT, 6, max_nodes=12 * (index % 2), session_id=str(index)))
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while await worker.engine.call(lambda scheduler: scheduler.has_work):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        (began, forwards), _ = await worker.engine.call(cpu_s), await asyncio.sleep(0.5)
+        ended, forwards_now = await worker.engine.call(cpu_s)
+        assert ended - began < 0.05
+        assert forwards == forwards_now > 0
+
+
+@pytest.mark.slow
+async def test_draft_worker_computes_with_the_weights_of_its_option():
+    async with running("draft", resolve_model("demo", "draft"), draft_weights="int8") as (link, _):
+        assert (await link.info()).kernel == f"{load_kernel().variant}, int8 weights"
+        assert (await link.ask(propose_block([5, 6, 7], 3))).proposal.token_ids

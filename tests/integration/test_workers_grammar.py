@@ -21,7 +21,14 @@ from services.scheduling.grammars import Grammars
 from tests.support.drafter_helpers import make_drafter
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.vocabulary_helpers import CODE, PROSE, byte_level
-from tests.support.workers.workers_helpers import Driver, propose_block, running, spec_message, verify_block
+from tests.support.workers.workers_helpers import (
+    Driver,
+    block_of,
+    propose_block,
+    running,
+    spec_message,
+    verify_block,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -350,14 +357,12 @@ async def test_request_with_a_wrong_grammar_fails_alone(target, models):
 @pytest.mark.parametrize("role", ["target", "draft"])
 async def test_model_without_a_tokenizer_refuses_grammars_only(tmp_path, role):
     bare = tiny_model("llama", tmp_path, max_position_embeddings=256)
-    make = verify_block if role == "target" else propose_block
     async with running(role, bare) as (link, _):
         spec = spec_message(params(0.0), prompt_length=len(PROMPT), eos_token_ids=[END])
-        second = [5] if role == "target" else 3
-        answer = await link.ask(make(PROMPT, second, spec=spec))
+        answer = await link.ask(block_of(role, PROMPT, spec=spec))
         assert answer.error.code == FAILED_PRECONDITION
         assert "tokenizer" in answer.error.message
-        free = await link.ask(make(PROMPT, second, session_id="free"))
+        free = await link.ask(block_of(role, PROMPT, session_id="free"))
         assert free.WhichOneof("outcome") in ("verdict", "proposal")
 
 
@@ -375,10 +380,8 @@ async def test_sessions_released_while_their_grammar_compiles_are_not_begun(mode
         spec = spec_message(params(1), prompt_length=len(PROMPT), eos_token_ids=(END,))
         for number in range(4):  # the first one also waits for the tokenizer
             name = f"released-{number}"
-            fields = {"session_id": name, "spec": spec}
-            block = verify_block(PROMPT, **fields) if role == "target" else propose_block(PROMPT, 4, **fields)
             is_released.clear()
-            (answer,) = await link.send([block])
+            (answer,) = await link.send([block_of(role, PROMPT, session_id=name, spec=spec)])
             await link.release(name)
             assert (await answer).error.message == f"session {name} was released"
             is_released.set()
@@ -402,8 +405,7 @@ async def test_choices_compile_their_grammar_one_at_a_time_and_not_after_their_d
 
     def block(name, sampling, timeout_ms=60_000):
         spec = spec_message(sampling, prompt_length=len(PROMPT), eos_token_ids=(END,))
-        fields = {"session_id": name, "spec": spec, "timeout_ms": timeout_ms}
-        return verify_block(PROMPT, **fields) if role == "target" else propose_block(PROMPT, 4, **fields)
+        return block_of(role, PROMPT, session_id=name, spec=spec, timeout_ms=timeout_ms)
 
     async with running(role, models[0]) as (link, _):
         choices = await link.send([block(f"choice {number}", params(1)) for number in range(5)])

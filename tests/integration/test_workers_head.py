@@ -2,19 +2,16 @@
 
 import asyncio
 import itertools
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import target_service_pb2 as pb
-from gammaray.wire.blocks import proposal_from_proto, proposal_to_proto
 from services.engine.core.errors import UnsupportedModelError
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import DATA, bigram_head, bigram_target, changed
-from tests.support.workers.workers_helpers import Driver, running, verify_block
+from tests.support.workers.workers_helpers import Driver, Headed, running, verify_block
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -23,47 +20,6 @@ BLOCK, NAIVE = VerificationMethod.BLOCK, VerificationMethod.NAIVE
 PROMPT = random_tokens(20, seed=3)
 COUNT = 60
 _numbers = itertools.count()
-
-
-@dataclass
-class Headed(Driver):
-    """Lets the head draft in every cycle in which it may; `others` proposes in the rest."""
-
-    max_nodes: int = 0
-    every: int = 1
-    drafted: int = 0
-    cycles: int = 0
-
-    async def generate(self, count: int) -> list[int]:
-        self.tokens = list(self.prompt)
-        while len(self.tokens) < len(self.prompt) + count:
-            await self.run_cycle()
-        return self.tokens[len(self.prompt) :][:count]
-
-    async def run_cycle(self) -> Proposal | None:
-        """Run a cycle; return what the head proposed, None if it was not asked."""
-        self.cycles += 1
-        if self.cycles % self.every:
-            await self.verify(Proposal((5, 6)))
-            return None
-        head = pb.HeadDraft(gamma=self.gamma, max_nodes=self.max_nodes)
-        result = await self._feed(self.target, pb.VerifyBlock, head=head)
-        assert result.WhichOneof("outcome") == "verdict", result
-        proposal = proposal_from_proto(result.drafted, 2**31)
-        assert len(proposal) <= max(self.gamma, self.max_nodes)
-        self.drafted += len(proposal)
-        self.accepted += len(result.verdict.accepted_path)
-        self.tokens += [proposal.token_ids[node] for node in result.verdict.accepted_path]
-        self.tokens.append(result.verdict.next_token_id)
-        return proposal
-
-    async def verify(self, proposal: Proposal) -> Any:
-        """Verify another drafter's proposal; the worker keeps the hidden states."""
-        message = proposal_to_proto(proposal)
-        result = await self._feed(self.target, pb.VerifyBlock, proposal=message, head=pb.HeadDraft())
-        assert not result.HasField("drafted")
-        self.tokens += [proposal.token_ids[node] for node in result.verdict.accepted_path]
-        self.tokens.append(result.verdict.next_token_id)
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,16 @@ from gammaray.v1 import target_service_pb2
 from gammaray.v1 import types_pb2 as types
 from services.scheduling import sessions
 from services.scheduling.sessions import SessionTable
-from services.scheduling.tasks import SessionSpec, VerifyTask
 from services.streaming import streams
 from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.vllm_helpers import Session
 from tests.support.workers.held_engine import HeldEngine, all_read
 from tests.support.workers.scripted_workers import until
 from tests.support.workers.workers_helpers import (
     ANSWER_TIMEOUT_S,
     GREEDY,
     Link,
+    block_of,
     propose_block,
     running,
     spec_message,
@@ -238,7 +239,7 @@ async def test_broken_stream_releases_its_token_ids(model):
 @pytest.mark.parametrize("role", ["target", "draft"])
 async def test_frame_of_too_many_blocks_ends_its_stream_with_a_status(model, role, monkeypatch):
     monkeypatch.setattr(streams, "MAX_FRAME_BLOCKS", 10)
-    block = verify_block(PROMPT) if role == "target" else propose_block(PROMPT, 2)
+    block = block_of(role, PROMPT)
     async with running(role, model) as (link, worker):
         await link.send([type(block).FromString(block.SerializeToString()) for _ in range(11)])
         assert await asyncio.wait_for(link.call.code(), ANSWER_TIMEOUT_S) is TOO_MUCH
@@ -267,20 +268,6 @@ def test_masks_of_sessions_count_towards_the_bound_of_the_table(monkeypatch):
     )
     params = SamplingParams(temperature=0.0, seed=1, banned_token_ids=tuple(range(90)))
     for index in range(10):
-        table.admit(
-            VerifyTask(
-                request_id=index,
-                session_id=f"s{index}",
-                epoch=1,
-                base_position=4,
-                context_start=0,
-                context=[5, 6, 7, 8],
-                spec=SessionSpec(params, VerificationMethod.COUPLED, 4, ()),
-                deadline=0.0,
-                deliver=lambda task, reply: None,
-                proposal=None,
-                num_top_logprobs=None,
-            )
-        )
+        table.admit(Session([5, 6, 7, 8], params, name=f"s{index}").block())
     assert len(table) == 3
     assert dropped == [f"s{index}" for index in range(7)]

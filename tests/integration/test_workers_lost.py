@@ -17,7 +17,7 @@ from services.engine.core.errors import EngineLostError
 from services.scheduling import scheduler as scheduling
 from services.streaming import engine_thread
 from tests.support.engine_helpers import random_tokens, tiny_model
-from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, Link, propose_block, running, verify_block
+from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, Link, block_of, running
 
 pytestmark = pytest.mark.integration
 
@@ -34,12 +34,6 @@ ORDINARY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 Gi
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_model("llama", tmp_path_factory.mktemp("lost"), max_position_embeddings=1024)
-
-
-def block(role: str, session_id: str = "s") -> Any:
-    if role == "target":
-        return verify_block(PROMPT, session_id=session_id)
-    return propose_block(PROMPT, 2, session_id=session_id)
 
 
 def break_steps(worker: Any, step: Callable[..., Any]) -> None:
@@ -61,16 +55,38 @@ async def assert_left(link: Link, worker: Any) -> None:
         await status(link)
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
-async def test_error_that_loses_the_device_ends_the_worker(role, model, redis, redis_server):
-    def step(*_: Any, **__: Any) -> Any:
+class LateFault(Tensor):
+    """Logits of a device whose error arrives when they are first read."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         raise LOST
 
+
+def lose(*_: Any, **__: Any) -> Any:
+    raise LOST
+
+
+@pytest.mark.parametrize(
+    ("role", "arrives"), [("target", "at once"), ("draft", "at once"), ("target", "late"), ("draft", "last")]
+)
+async def test_error_that_loses_the_device_ends_the_worker(
+    role, arrives, model, redis, redis_server, monkeypatch
+):
+    """It may arrive with the logits or, as kernels run after their launch, with the wait for the device."""
     async with running(role, model, redis_url=redis_server.url) as (link, worker):
+        right = worker.engine.scheduler.engine.step
+
+        def late(*given: Any, **options: Any) -> Any:
+            return [one.as_subclass(LateFault) for one in right(*given, **options)]
+
         assert await status(link) == SERVING
         assert await redis.keys(f"gammaray:worker:{role}:*")
-        break_steps(worker, step)
-        answer = await link.ask(block(role))
+        if arrives == "last":
+            monkeypatch.setattr(scheduling, "wait_for_device", lose)
+        else:
+            break_steps(worker, lose if arrives == "at once" else late)
+        answer = await link.ask(block_of(role, PROMPT))
         assert answer.error.code == UNAVAILABLE
         assert "the engine is lost" in answer.error.message
         await assert_left(link, worker)
@@ -87,47 +103,17 @@ async def test_ordinary_error_fails_its_blocks_alone(model):
             raise ORDINARY
 
         break_steps(worker, step)
-        assert (await link.ask(block("target"))).error.code == INTERNAL
-        answer = await link.ask(block("target", "t"))
+        assert (await link.ask(block_of("target", PROMPT))).error.code == INTERNAL
+        answer = await link.ask(block_of("target", PROMPT, session_id="t"))
         assert answer.WhichOneof("outcome") == "verdict"
         assert await status(link) == SERVING
         worker.check()
 
 
-class LateFault(Tensor):
-    """Logits of a device whose error arrives when they are first read."""
-
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        raise LOST
-
-
-async def test_error_that_arrives_with_the_logits_ends_the_worker(model):
-    async with running("target", model) as (link, worker):
-        right = worker.engine.scheduler.engine.step
-        break_steps(
-            worker, lambda *given, **options: [one.as_subclass(LateFault) for one in right(*given, **options)]
-        )
-        assert (await link.ask(block("target"))).error.code == UNAVAILABLE
-        await assert_left(link, worker)
-
-
-async def test_error_that_arrives_with_the_wait_for_the_device_ends_the_worker(model, monkeypatch):
-    """Kernels run after they were launched: without a read result the wait is where they fail."""
-
-    def wait(_: Any) -> None:
-        raise LOST
-
-    async with running("draft", model) as (link, worker):
-        monkeypatch.setattr(scheduling, "wait_for_device", wait)
-        assert (await link.ask(block("draft"))).error.code == UNAVAILABLE
-        await assert_left(link, worker)
-
-
 async def test_forward_time_contains_the_wait_for_the_device(model, monkeypatch):
     async with running("target", model) as (link, _):
         monkeypatch.setattr(scheduling, "wait_for_device", lambda device: time.sleep(0.25))
-        answer = await link.ask(block("target"))
+        answer = await link.ask(block_of("target", PROMPT))
         assert answer.timing.forward_us >= 250_000
 
 
@@ -157,7 +143,7 @@ async def test_worker_leaves_while_its_engine_is_stuck(how, model, monkeypatch):
     stuck = Stuck()
     async with running("target", model) as (link, worker):
         break_steps(worker, stuck.step)
-        await link.send([block("target")])
+        await link.send([block_of("target", PROMPT)])
         await stuck.runs()
         if how == "one of its processes is dead":
             worker.engine.scheduler.check = check
@@ -176,7 +162,7 @@ async def test_worker_whose_steps_have_a_bound_answers_during_one(role, model):
     stuck = Stuck()
     async with running(role, model) as (link, worker):
         break_steps(worker, stuck.step)
-        await link.send([block(role)])
+        await link.send([block_of(role, PROMPT)])
         await stuck.runs()
         with pytest.raises(grpc.aio.AioRpcError):
             await link.info(timeout=0.5)
@@ -209,7 +195,7 @@ async def test_worker_with_a_slow_step_stays(model, monkeypatch):
             return right(*given, **options)
 
         break_steps(worker, step)
-        assert (await link.ask(block("target"))).WhichOneof("outcome") == "verdict"
+        assert (await link.ask(block_of("target", PROMPT))).WhichOneof("outcome") == "verdict"
         assert await status(link) == SERVING
         assert worker.engine.why_stuck() == ""
 
@@ -223,6 +209,6 @@ async def test_idle_worker_after_a_failed_step_is_not_stuck(model, monkeypatch):
     async with running("target", model) as (link, worker):
         break_steps(worker, step)
         worker.engine.scheduler.step_timeout_s = 0.01
-        assert (await link.ask(block("target"))).error.code == INTERNAL
+        assert (await link.ask(block_of("target", PROMPT))).error.code == INTERNAL
         await asyncio.sleep(0.1)
         assert worker.engine.why_stuck() == ""

@@ -13,26 +13,22 @@ import os
 import re
 import socket
 import struct
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import redis
 
-from orchestrator.launcher.redis_server import redis_binary
 from tests.simulation.loop import Process, SimulatedLoop, current_process
 from tests.simulation.network import Network, Wire
 from tests.support.workers.redis_clock import redis_clock
+from tests.support.workers.redis_helpers import PASSED, commands_of, configured_redis, reply_end
 
 ADDRESS = "redis:6379"
 URL = f"redis://{ADDRESS}/0"
-OPENING = {b"HELLO", b"CLIENT", b"AUTH", b"SELECT"}
-"""Commands that open a connection; a server that refuses others takes them."""
-
 SCRIPTS = {b"EVAL", b"EVALSHA"}
 LOOK = b"*4\r\n$5\r\nHMGET\r\n$%d\r\n%b\r\n$4\r\nturn\r\n$4\r\nsize\r\n"
 _NUMBER = re.compile(rb"\$\d+\r\n(\d+)\r\n")
@@ -88,68 +84,16 @@ class RealRedis:
 @contextlib.contextmanager
 def real_redis() -> Iterator[RealRedis]:
     """Run a server of this process alone."""
-    with TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with TemporaryDirectory() as folder, redis_clock(Path(folder), START_US) as (clock, variables):
         path = f"{folder}/redis.sock"
-        clock, variables = stack.enter_context(redis_clock(Path(folder), START_US))
-        options = ["--port", "0", "--unixsocket", path, "--save", "", "--activerehashing", "no", "--hz", "1"]
-        command = [redis_binary(), *options, "--dir", folder]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **variables})
-        try:
-            deadline = time.monotonic() + 10.0
-            while (connected := _connected(path)) is None:
-                assert time.monotonic() < deadline, "redis-server does not start"
-                time.sleep(0.01)
+        lines = (f"unixsocket {path}", 'save ""', "activerehashing no", "hz 1")
+        with (
+            patch.dict(os.environ, variables),
+            configured_redis(*lines),
+            socket.socket(socket.AF_UNIX) as connected,
+        ):
+            connected.connect(path)
             yield RealRedis(path, connected, clock)
-        finally:
-            server.kill()
-            server.wait(10)
-
-
-def _connected(path: str) -> socket.socket | None:
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(path)
-    except OSError:  # it does not listen yet
-        connection.close()
-        return None
-    return connection
-
-
-def reply_end(data: bytes, start: int) -> int:
-    """Return where the reply ends that starts at `start`; 0 if the rest is not there yet."""
-    line = data.find(b"\r\n", start)
-    if line < 0:
-        return 0
-    kind, end = data[start : start + 1], line + 2
-    if kind in b"$=!":
-        length = int(data[start + 1 : line])
-        end += length + 2 if length >= 0 else 0
-        return end if end <= len(data) else 0
-    if kind in b"*~>%":
-        count = int(data[start + 1 : line])
-        for _ in range(2 * count if kind == b"%" else count):
-            end = reply_end(data, end)
-            if not end:
-                return 0
-    return end
-
-
-def commands_of(data: bytes) -> tuple[list[tuple[bytes, list[bytes]]], bytes]:
-    """Return the complete commands of a stream, each with its words, and the bytes after them."""
-    commands, start = [], 0
-    while (line := data.find(b"\r\n", start)) >= 0:
-        words, at = [], line + 2
-        for _ in range(int(data[start + 1 : line])):
-            if (line := data.find(b"\r\n", at)) < 0:
-                return commands, data[start:]
-            end = line + 2 + int(data[at + 1 : line])
-            words.append(data[line + 2 : end])
-            at = end + 2
-        if at > len(data):
-            break
-        commands.append((data[start:at], words))
-        start = at
-    return commands, data[start:]
 
 
 def commit_of(words: list[bytes]) -> tuple[bytes, int] | None:
@@ -254,7 +198,7 @@ class RedisServer:
         connection.answer(b"".join(replies[: len(commands)]))
 
     def _refused(self, command: bytes, name: bytes) -> bytes:
-        return self.real.run(command, 1)[0] if name.upper() in OPENING else f"-{self.refusal}\r\n".encode()
+        return self.real.run(command, 1)[0] if name.upper() in PASSED else f"-{self.refusal}\r\n".encode()
 
 
 class Connection(asyncio.Transport):

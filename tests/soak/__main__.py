@@ -6,25 +6,22 @@ a fixed seed was not what it had been at the start, or when anything is left in 
 """
 
 import argparse
+import asyncio
 import os
 import sys
-from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 from redis import Redis
 
-from benchmarks.cluster import run_or_exit, running_cluster
 from benchmarks.provenance import write_result
 from orchestrator.launcher.redis_server import RedisServer
 from tests.soak.soak_census import Observer
 from tests.soak.soak_report import figures, table
 from tests.soak.soak_run import CLUSTERS, TTL_S, Options, Outcome, run
 from tests.soak.tenants import Tenants
-from tests.support.cluster.cluster_helpers import CACHE_BUDGET_MB
-
-START_TIMEOUT_S = 600.0
-"""vLLM starts for a minute and more on a busy machine."""
+from tests.support.cluster.cluster_helpers import running_cluster
 
 
 def main() -> int:
@@ -36,30 +33,26 @@ def main() -> int:
     parser.add_argument("--engine", default="auto", choices=CLUSTERS, help="Of the workers. Default: auto.")
     given = parser.parse_args()
     options = Options(given.minutes * 60, given.seed, given.clients)
-    # A Redis as the launcher would start it, whose password is known here: it is asked what it holds.
-    with TemporaryDirectory() as directory, RedisServer.start(Path(directory)) as redis:
-        outcome = run_or_exit(soak(redis.url, options, given.engine))
+    with TemporaryDirectory() as folder:
+        outcome = soak(Path(folder), options, given.engine)
     print("", table(outcome), "", sep="\n")
     print("written:", write_result("soak", figures(outcome, options), given.out))
     return 1 if outcome.complaints() else 0
 
 
-async def soak(redis_url: str, options: Options, engine: str) -> Outcome:
+def soak(folder: Path, options: Options, engine: str) -> Outcome:
     """Run on a cluster of its own, whose workers have an engine."""
-    os.environ |= {
-        "GAMMARAY_REDIS_URL": redis_url,
-        "GAMMARAY_SESSION_TTL_S": str(TTL_S),
-        "GAMMARAY_CACHE_BUDGET_MB": CACHE_BUDGET_MB,
-    }
-    async with AsyncExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory())
-        tenants = Tenants(Path(folder)) if engine == "learning" else None
-        arguments = [*CLUSTERS[engine], *(tenants.options if tenants else ())]
-        cluster = await stack.enter_async_context(running_cluster(*arguments, timeout_s=START_TIMEOUT_S))
-        with Redis.from_url(redis_url) as redis:
-            observer = Observer(cluster.grpc_address, cluster.pid, redis, tenants and tenants.key)
-            http = f"http://{cluster.http_address}"
-            return await run(cluster.grpc_address, http, observer, options, _say, tenants)
+    tenants = Tenants(folder) if engine == "learning" else None
+    arguments = [*CLUSTERS[engine], *(tenants.options if tenants else ())]
+    # A Redis as the launcher would start it, whose password is known here: it is asked what it holds.
+    with RedisServer.start(folder / "redis") as server, Redis.from_url(server.url) as redis:
+        arguments += ["--redis-url", server.url]
+        with (
+            patch.dict(os.environ, {"GAMMARAY_SESSION_TTL_S": str(TTL_S)}),
+            running_cluster(*arguments) as cluster,
+        ):
+            observer = Observer(cluster.grpc, cluster.launcher.pid, redis, tenants and tenants.key)
+            return asyncio.run(run(cluster.grpc, cluster.http, observer, options, _say, tenants))
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Load over gRPC: completions, turns, disconnects, resumes, cancels, invalid requests, look-ups."""
+"""Load over gRPC: completions, turns, disconnects, resumes, cancels, look-ups."""
 
 import random
 import uuid
@@ -9,12 +9,8 @@ from dataclasses import replace
 from gammaray import (
     AsyncClient,
     FinishReason,
-    GammarayError,
-    GenerateOptions,
-    InvalidArgumentError,
     NotFoundError,
 )
-from gammaray.client.request import Prompt
 from gammaray.types import Chunk
 from tests.chaos.load import Ask, Said, difference, generate
 from tests.soak.samples import LENGTHS, Expected, SampleError, turns
@@ -91,20 +87,6 @@ async def cancel(client: AsyncClient, expected: Expected, rng: random.Random) ->
         raise SampleError(f"cancelled: ended with {reason} after {len(token_ids)} tokens of {ask}")
 
 
-async def refused(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
-    nonsense: list[tuple[type[GammarayError], Prompt, GenerateOptions]] = [
-        (InvalidArgumentError, [1] * 10_000, {"max_tokens": 4}),  # beyond the context
-        (InvalidArgumentError, (1, 2, 10_000_000), {"max_tokens": 4}),
-        (NotFoundError, "x", {"model": "no-such-model"}),
-    ]
-    wanted, prompt, options = rng.choice(nonsense)
-    try:
-        await client.complete(prompt, **options)
-    except wanted:
-        return
-    raise SampleError(f"{str(prompt)[:40]}, {options}: not refused")
-
-
 async def look_up(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
     """A session that is listed, read, traced and deleted."""
     name = uuid.uuid4().hex
@@ -151,7 +133,6 @@ GRPC_MIX = {
     leave: 2,
     resume: 2,
     cancel: 2,
-    refused: 1,
     look_up: 2,
 }
 """How often each, in parts."""

@@ -1,4 +1,4 @@
-"""Load over the OpenAI API: completions, chats, disconnects, resumes, invalid requests; and Prometheus."""
+"""Load over the OpenAI API: completions, chats, disconnects, resumes; and what metrics say."""
 
 import random
 from contextlib import aclosing
@@ -57,30 +57,6 @@ async def talk(http: httpx.AsyncClient, expected: Expected, rng: random.Random) 
         raise SampleError(f"chat {text!r}: {answer!r} not {expected.chats[text, temperature]!r}")
 
 
-async def refused(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    content, status = rng.choice(
-        [
-            (b"{", 400),
-            (b'{"prompt": "x", "max_tokens": -1}', 400),
-            (b'{"prompt": "x", "no_such_field": 1}', 400),
-            (b'{"prompt": "x", "model": "no-such-model"}', 404),
-        ]
-    )
-    answer = await http.post(PATH, content=content, headers={"content-type": "application/json"})
-    if answer.status_code != status or "message" not in answer.json()["error"]:
-        raise SampleError(f"{answer.status_code} not {status}: {content!r} {answer.text[:300]}")
-
-
-async def look_up(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """The models, the health, and the metrics of every process."""
-    for path in ("/v1/models", "/health"):
-        (await http.get(path)).raise_for_status()
-    for target in (await http.get("/metrics/targets")).raise_for_status().json():
-        answer = await http.get(f"http://{target['targets'][0]}/metrics")
-        if not num_series(answer.raise_for_status().text):
-            raise SampleError(f"no metrics of {target}")
-
-
 def num_series(metrics: str) -> int:
     return sum(bool(line) and not line.startswith("#") for line in metrics.splitlines())
 
@@ -112,5 +88,5 @@ async def _some(heard: Heard, http: httpx.AsyncClient, body: dict[str, Any], cou
                 return
 
 
-HTTP_MIX = {complete: 3, stream: 5, resume: 2, leave: 2, talk: 3, refused: 1, look_up: 2}
+HTTP_MIX = {complete: 3, stream: 5, resume: 2, leave: 2, talk: 3}
 """How often each, in parts."""

@@ -9,7 +9,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -91,8 +91,9 @@ def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Body], None]:
     return request
 
 
-def _colder(body: Body) -> None:
-    body["temperature"] = body.get("temperature", 1) * 0.95
+def _at_temperature(factor: float, **where: Any) -> Fault:
+    """Return what changes the law of tokens."""
+    return Fault("law", lambda body: body.update(temperature=factor * body.get("temperature", 1)), **where)
 
 
 def each_choice(change: Callable[[Body, Body], None]) -> Callable[[Body, Body], None]:
@@ -201,12 +202,29 @@ def _other_seed(body: Body) -> None:
     changed("seed", lambda seed: random.getrandbits(31))(body)
 
 
+ALL, STREAMS, SEVERAL, LATER = "", "in streams", "with n", "for later choices"
+WAYS: dict[str, Body] = {
+    ALL: {},
+    STREAMS: {"where": streamed},
+    SEVERAL: {"where": several},
+    LATER: {"later": True},
+}
+
+
+def ways(what: str, fault: Fault, *names: str) -> dict[str, Fault]:
+    """Return a fault in some ways of asking, by its name and theirs."""
+    return {f"{what} {name}".strip(): replace(fault, **WAYS[name]) for name in names}
+
+
+_EQUAL_CHOICES = each_choice(lambda c, f: c.update({**f, "index": c["index"]}))
+_NOT_GREEDY = Fault("greedy", lambda body: body.update(temperature=body["temperature"] or 0.3))
+
 FAULTS = {
     "top_p ignored": Fault("top-p", without("top_p")),
     "top_k ignored": Fault("top-k", without("top_k")),
     "min_p ignored": Fault("min-p", without("min_p")),
     "seed ignored": Fault("seed", without("seed")),
-    "choices equal": Fault("choices", answer=each_choice(lambda c, f: c.update({**f, "index": c["index"]}))),
+    "choices equal": Fault("choices", answer=_EQUAL_CHOICES),
     "logprob 0.0": Fault("logprob-zero", answer=_zeros),
     "one token too many": Fault("max-tokens", changed("max_tokens", lambda bound: bound + 1)),
     "min_tokens ignored": Fault("min-tokens", without("min_tokens")),
@@ -216,48 +234,31 @@ FAULTS = {
     "penalties ignored": Fault("penalties", without("presence_penalty", "frequency_penalty")),
     "bias ignored": Fault("bias", without("logit_bias")),
     "schema ignored": Fault("json-schema", without("response_format")),
-    "greedy at temperature 0.3": Fault(
-        "greedy", lambda body: body.update(temperature=body["temperature"] or 0.3)
-    ),
+    "greedy at temperature 0.3": _NOT_GREEDY,
 }
 """Found by its own check, while no other check fails."""
 
 MATRIX = {
     # parameter, way: what one check in that way has to find
     "top_p + 0.15": Fault("top-p", changed("top_p", lambda p: min(1, p + 0.15))),
-    "top_p ignored in streams": Fault("top-p", without("top_p"), where=streamed),
-    "top_p ignored with n": Fault("top-p", without("top_p"), where=several),
-    "top_p ignored for later choices": Fault("top-p", without("top_p"), later=True),
+    **ways("top_p ignored", FAULTS["top_p ignored"], STREAMS, SEVERAL, LATER),
     "top_k + 1": Fault("top-k", changed("top_k", lambda k: k + 1 if k > 0 else k)),
-    "top_k ignored in streams": Fault("top-k", without("top_k"), where=streamed),
-    "top_k ignored for later choices": Fault("top-k", without("top_k"), later=True),
+    **ways("top_k ignored", FAULTS["top_k ignored"], STREAMS, LATER),
     "min_p / 3": Fault("min-p", changed("min_p", lambda p: p / 3)),
-    "min_p ignored in streams": Fault("min-p", without("min_p"), where=streamed),
-    "min_p ignored for later choices": Fault("min-p", without("min_p"), later=True),
-    "seed ignored with n": Fault("seed", without("seed"), where=several),
-    "seed ignored in streams": Fault("seed", _other_seed, where=streamed),
-    "seed ignored for later choices": Fault("seed", without("seed"), later=True),
+    **ways("min_p ignored", FAULTS["min_p ignored"], STREAMS, LATER),
+    **ways("seed ignored", FAULTS["seed ignored"], SEVERAL, LATER),
+    **ways("seed ignored", Fault("seed", _other_seed), STREAMS),
     "seed other under load": Fault("batch", _other_seed, at_once=3),
     "seed other in 1 of 7 requests": Fault("seed", _other_seed, where=each(7)),
-    "seed other in streams": Fault("stream", changed("seed", lambda seed: seed + 1), where=streamed),
-    "later choices equal in streams": Fault(
-        "choices", answer=each_choice(lambda c, f: c.update({**f, "index": c["index"]})), where=streamed
-    ),
+    **ways("seed other", Fault("stream", changed("seed", lambda seed: seed + 1)), STREAMS),
+    **ways("later choices equal", FAULTS["choices equal"], STREAMS),
     "second stop string leaks": Fault("stop", _second_stop),
-    "stop string leaks": Fault("stop", answer=leaking),
-    "stop string leaks in streams": Fault("stop", answer=leaking, where=streamed),
-    "stop string leaks with n": Fault("stop", answer=leaking, where=several),
-    "stop ignored for later choices": Fault("stop", without("stop"), later=True),
-    "stop_token_ids ignored": Fault("stop", without("stop_token_ids")),
-    "stop_token_ids ignored in streams": Fault("stop", without("stop_token_ids"), where=streamed),
+    **ways("stop string leaks", Fault("stop", answer=leaking), ALL, STREAMS, SEVERAL),
+    **ways("stop ignored", FAULTS["stop ignored"], LATER),
+    **ways("stop_token_ids ignored", Fault("stop", without("stop_token_ids")), ALL, STREAMS),
     "stop says length": Fault("stop", answer=_reason("stop", "length")),
-    "prompt_tokens one too many": Fault("usage", answer=counted("prompt_tokens", 1)),
-    "prompt_tokens one too many in streams": Fault(
-        "usage", answer=counted("prompt_tokens", 1), where=streamed
-    ),
-    "completion_tokens one too few in streams": Fault(
-        "usage", answer=counted("completion_tokens", -1), where=streamed
-    ),
+    **ways("prompt_tokens one too many", Fault("usage", answer=counted("prompt_tokens", 1)), ALL, STREAMS),
+    **ways("completion_tokens one too few", Fault("usage", answer=counted("completion_tokens", -1)), STREAMS),
     "completion_tokens of n are one too many": Fault(
         "usage", answer=counted("completion_tokens", 1), where=several
     ),
@@ -270,68 +271,49 @@ MATRIX = {
             lambda c, f: (c["logprobs"] or {}).update({} if c is f else _columns(f["logprobs"]))
         ),
     ),
-    "19 alternatives": Fault("logprob-zero", answer=each_list(lambda top: dict([*top.items()][:19]))),
-    "19 alternatives in streams": Fault(
-        "logprob-zero", answer=each_list(lambda top: dict([*top.items()][:19])), where=streamed
+    **ways(
+        "19 alternatives",
+        Fault("logprob-zero", answer=each_list(lambda top: dict([*top.items()][:19]))),
+        *(ALL, STREAMS),
     ),
     "log-probabilities rounded in streams": Fault(
         "stream", answer=each_list(lambda top: {k: round(v, 3) for k, v in top.items()}), where=streamed
     ),
-    "repetition_penalty ignored": Fault("penalties", without("repetition_penalty")),
-    "repetition_penalty ignored in streams": Fault(
-        "penalties", without("repetition_penalty"), where=streamed
-    ),
+    **ways("repetition_penalty ignored", Fault("penalties", without("repetition_penalty")), ALL, STREAMS),
     "frequency_penalty once only": Fault("penalties", _frequency_once),
     "penalties x 0.6": Fault("penalties", scaled(0.6)),
     "penalties x 0.5": Fault("penalties", scaled(0.5)),
-    "presence_penalty ignored with n": Fault("penalties", without("presence_penalty"), where=several),
-    "frequency_penalty ignored in streams": Fault("penalties", without("frequency_penalty"), where=streamed),
+    **ways("presence_penalty ignored", Fault("penalties", without("presence_penalty")), SEVERAL),
+    **ways("frequency_penalty ignored", Fault("penalties", without("frequency_penalty")), STREAMS),
     "small logit_bias ignored": Fault("bias", _small_bias),
     "logit_bias halved": Fault(
         "bias", changed("logit_bias", lambda held: {k: v / 2 for k, v in held.items()})
     ),
-    "logit_bias ignored in streams": Fault("bias", without("logit_bias"), where=streamed),
-    "logit_bias ignored for later choices": Fault("bias", without("logit_bias"), later=True),
-    "finish_reason stop for length": Fault("max-tokens", answer=_reason("length", "stop")),
-    "finish_reason stop for length in streams": Fault(
-        "max-tokens", answer=_reason("length", "stop"), where=streamed
+    **ways("logit_bias ignored", FAULTS["bias ignored"], STREAMS, LATER),
+    **ways(
+        "finish_reason stop for length", Fault("max-tokens", answer=_reason("length", "stop")), ALL, STREAMS
     ),
-    "max_tokens one more with n": Fault("max-tokens", changed("max_tokens", lambda m: m + 1), where=several),
+    **ways("max_tokens one more", FAULTS["one token too many"], SEVERAL, STREAMS),
     "max_tokens one less": Fault("max-tokens", changed("max_tokens", lambda m: max(1, m - 1))),
-    "max_tokens one more in streams": Fault(
-        "max-tokens", changed("max_tokens", lambda m: m + 1), where=streamed
-    ),
-    "min_tokens one less": Fault("min-tokens", changed("min_tokens", lambda m: m - 1)),
-    "min_tokens one less in streams": Fault(
-        "min-tokens", changed("min_tokens", lambda m: m - 1), where=streamed
-    ),
-    "min_tokens ignored for later choices": Fault("min-tokens", without("min_tokens"), later=True),
-    "greedy at temperature 0.3 in streams": Fault(
-        "greedy", lambda body: body.update(temperature=body["temperature"] or 0.3), where=streamed
-    ),
-    "greedy at temperature 0.3 for later choices": Fault(
-        "greedy", lambda body: body.update(temperature=body["temperature"] or 0.3), later=True
-    ),
-    "schema ignored in streams": Fault("json-schema", without("response_format"), where=streamed),
-    "schema ignored for later choices": Fault("json-schema", without("response_format"), later=True),
+    **ways("min_tokens one less", Fault("min-tokens", changed("min_tokens", lambda m: m - 1)), ALL, STREAMS),
+    **ways("min_tokens ignored", FAULTS["min_tokens ignored"], LATER),
+    **ways("greedy at temperature 0.3", _NOT_GREEDY, STREAMS, LATER),
+    **ways("schema ignored", FAULTS["schema ignored"], STREAMS, LATER),
     "schema's maximum ignored": Fault("json-schema", _looser_schema),
     "every sixth JSON cut": Fault("json-schema", answer=_truncated_json),
     "end of the prompt before the text in streams": Fault("stream", answer=_echoed, where=streamed),
-    "temperature 5 % too low": Fault("law", _colder),
-    "2 % of tokens are the most likely ones": Fault("law", changed("temperature", lambda t: 0.0), share=0.02),
-    "temperature 0.9 of prompts over 40 characters": Fault(
-        "law",
-        lambda body: body.update(temperature=body["temperature"] * (1 - 0.1 * (len(body["prompt"]) > 40))),
+    "temperature 5 % too low": _at_temperature(0.95),
+    "2 % of tokens are the most likely ones": _at_temperature(0.0, share=0.02),
+    "temperature 0.9 of prompts over 40 characters": _at_temperature(
+        0.9, where=lambda body: len(body["prompt"]) > 40
     ),
-    "temperature 0.8 in streams": Fault("law", changed("temperature", lambda t: 0.8 * t), where=streamed),
-    "temperature 0.7 for later choices": Fault("law", changed("temperature", lambda t: 0.7 * t), later=True),
-    "temperature 0.8 under load": Fault("law", changed("temperature", lambda t: 0.8 * t), at_once=3),
-    "temperature 0.8 of repeated prompts": Fault(
-        "law", changed("temperature", lambda t: 0.8 * t), where=repeated()
-    ),
-    "temperature 0.8 after 64 tokens": Fault("law", changed("temperature", lambda t: 0.8 * t), after=64),
-    "first token greedy": Fault("law", changed("temperature", lambda t: 0.0), first=1),
-    "5 % of tokens at temperature 3": Fault("law", changed("temperature", lambda t: 3.0 * t), share=0.05),
+    "temperature 0.8 in streams": _at_temperature(0.8, where=streamed),
+    "temperature 0.7 for later choices": _at_temperature(0.7, later=True),
+    "temperature 0.8 under load": _at_temperature(0.8, at_once=3),
+    "temperature 0.8 of repeated prompts": _at_temperature(0.8, where=repeated()),
+    "temperature 0.8 after 64 tokens": _at_temperature(0.8, after=64),
+    "first token greedy": _at_temperature(0.0, first=1),
+    "5 % of tokens at temperature 3": _at_temperature(3.0, share=0.05),
     "log-probabilities of temperature 0.9": Fault("law", answer=each_list(_normalised(1 / 0.9))),
     "log-probabilities among those listed": Fault("law", answer=each_list(_normalised(1.0))),
 }

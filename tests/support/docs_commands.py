@@ -18,7 +18,7 @@ HERE = r"gammaray keys\b"
 RENDERED = r"helm (install|upgrade|diff upgrade) "
 """Rendered with the chart and the values that they name, by Helm's own code."""
 WITH_KUBECTL = r"kubectl -n gammaray create secret "
-"""Run with `--dry-run=client`, where kubectl is installed."""
+"""Compared with the Secrets that the chart's values name."""
 ON_A_CLUSTER = r"(gammaray (status|generate|chat|trace)|curl -s localhost:8000)\b(?!.*--(ca-file|receipt))"
 """Run by tests/e2e/test_documented_commands.py against a running cluster."""
 

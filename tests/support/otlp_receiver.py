@@ -36,10 +36,6 @@ class ReceivedSpan:
     attributes: dict[str, Any] = field(default_factory=dict)
     resource: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def duration_s(self) -> float:
-        return (self.end_ns - self.start_ns) * 1e-9
-
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
     """Takes exports; safe to read from another thread."""

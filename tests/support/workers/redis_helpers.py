@@ -86,16 +86,18 @@ class RedisName:
             return
         self._open.add(writer)
         try:
-            while True:
-                command, words = await _read_command(reader)
-                if self.reply and words[0].upper() not in PASSED:
-                    self.refused.append(b" ".join(words[:2]).decode(errors="replace"))
-                    writer.write(f"-{self.reply}\r\n".encode())
-                    continue
-                downstream.write(command)
-                reply = await _read_reply(upstream)
-                writer.write(_with_version(reply, self.version) if self.version else reply)
-        except (OSError, asyncio.IncompleteReadError):
+            unread = b""
+            while data := await reader.read(65536):
+                commands, unread = commands_of(unread + data)
+                for command, words in commands:
+                    if self.reply and words[0].upper() not in PASSED:
+                        self.refused.append(b" ".join(words[:2]).decode(errors="replace"))
+                        writer.write(f"-{self.reply}\r\n".encode())
+                        continue
+                    downstream.write(command)
+                    reply = await _read_reply(upstream)
+                    writer.write(_with_version(reply, self.version) if self.version else reply)
+        except OSError:
             pass
         finally:
             self._open.discard(writer)
@@ -121,25 +123,50 @@ def _with_version(reply: bytes, version: str) -> bytes:
     return b"$%d\r\n%b" % (len(told) - 2, told)
 
 
-async def _read_command(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]]:
-    data = await reader.readuntil(b"\r\n")
-    words = []
-    for _ in range(int(data[1:])):
-        length = await reader.readuntil(b"\r\n")
-        word = await reader.readexactly(int(length[1:]) + 2)
-        data += length + word
-        words.append(word[:-2])
-    return data, words
+def reply_end(data: bytes, start: int) -> int:
+    """Return where the reply ends that starts at `start`; 0 if the rest is not there yet."""
+    line = data.find(b"\r\n", start)
+    if line < 0:
+        return 0
+    kind, end = data[start : start + 1], line + 2
+    if kind in b"$=!":
+        length = int(data[start + 1 : line])
+        end += length + 2 if length >= 0 else 0
+        return end if end <= len(data) else 0
+    if kind in b"*~>%":
+        count = int(data[start + 1 : line])
+        for _ in range(2 * count if kind == b"%" else count):
+            end = reply_end(data, end)
+            if not end:
+                return 0
+    return end
+
+
+def commands_of(data: bytes) -> tuple[list[tuple[bytes, list[bytes]]], bytes]:
+    """Return the complete commands of a stream, each with its words, and the bytes after them."""
+    commands, start = [], 0
+    while (line := data.find(b"\r\n", start)) >= 0:
+        words, at = [], line + 2
+        for _ in range(int(data[start + 1 : line])):
+            if (line := data.find(b"\r\n", at)) < 0:
+                return commands, data[start:]
+            end = line + 2 + int(data[at + 1 : line])
+            words.append(data[line + 2 : end])
+            at = end + 2
+        if at > len(data):
+            break
+        commands.append((data[start:at], words))
+        start = at
+    return commands, data[start:]
 
 
 async def _read_reply(reader: asyncio.StreamReader) -> bytes:
-    data = await reader.readuntil(b"\r\n")
-    kind, count = data[:1], data[1:-2]
-    if kind in b"$=" and int(count) >= 0:
-        data += await reader.readexactly(int(count) + 2)
-    elif kind in b"*~>%" and int(count) > 0:
-        for _ in range(int(count) * (2 if kind == b"%" else 1)):
-            data += await _read_reply(reader)
+    data = b""
+    while not reply_end(data, 0):
+        received = await reader.read(65536)
+        if not received:
+            raise ConnectionError("the server has ended")
+        data += received
     return data
 
 

@@ -131,11 +131,16 @@ class Driver:
         self.tokens = list(self.prompt)
         end = len(self.prompt) + count
         while len(self.tokens) < end and self.tokens[-1] not in self.eos_token_ids:
-            proposal = await self.propose() if self.draft is not None and self.gamma else Proposal()
-            await self.verify(proposal)
+            await self.run_cycle()
         emitted = self.tokens[len(self.prompt) : end]
         stops = [index for index, token in enumerate(emitted) if token in self.eos_token_ids]
         return emitted[: stops[0] + 1] if stops else emitted
+
+    async def run_cycle(self) -> Proposal | None:
+        """Run a cycle; return what was proposed, None if the drafter was not asked."""
+        proposal = await self.propose() if self.draft is not None and self.gamma else Proposal()
+        await self.verify(proposal)
+        return proposal
 
     async def propose(self) -> Proposal:
         assert self.draft is not None
@@ -148,7 +153,9 @@ class Driver:
     async def verify(self, proposal: Proposal) -> Any:
         """Run the second half of a cycle, commit, and return the verdict."""
         message = proposal_to_proto(proposal)
-        result = await self._feed(self.target, target_pb.VerifyBlock, proposal=message)
+        return self.commit(await self._feed(self.target, target_pb.VerifyBlock, proposal=message), proposal)
+
+    def commit(self, result: Any, proposal: Proposal) -> Any:
         assert result.WhichOneof("outcome") == "verdict", result
         verdict = result.verdict
         self.accepted += len(verdict.accepted_path)
@@ -178,6 +185,35 @@ class Driver:
             spec=spec if with_spec else None,
             **fields,
         )
+
+
+@dataclass
+class Headed(Driver):
+    """Lets the target worker's head draft in every cycle in which it may; in the rest something else does."""
+
+    every: int = 1
+    drafted: int = 0
+    cycles: int = 0
+
+    async def run_cycle(self) -> Proposal | None:
+        self.cycles += 1
+        if self.cycles % self.every:
+            await self.verify(Proposal((5, 6)))
+            return None
+        head = target_pb.HeadDraft(gamma=self.gamma, max_nodes=self.max_nodes)
+        result = await self._feed(self.target, target_pb.VerifyBlock, head=head)
+        proposal = proposal_from_proto(result.drafted, 2**31)
+        assert len(proposal) <= max(self.gamma, self.max_nodes)
+        self.drafted += len(proposal)
+        self.commit(result, proposal)
+        return proposal
+
+    async def verify(self, proposal: Proposal) -> Any:
+        """Verify another drafter's proposal; the worker keeps the hidden states."""
+        fields = {"proposal": proposal_to_proto(proposal), "head": target_pb.HeadDraft()}
+        result = await self._feed(self.target, target_pb.VerifyBlock, **fields)
+        assert not result.HasField("drafted")
+        return self.commit(result, proposal)
 
 
 async def accepted_in_plain_tokens(
@@ -244,6 +280,11 @@ def propose_block(tokens: Sequence[int], gamma: int, **fields: Any) -> draft_pb.
         "gamma": gamma,
     }
     return draft_pb.ProposeBlock(**{**values, **fields})
+
+
+def block_of(role: str, tokens: Sequence[int], **fields: Any) -> Any:
+    """Return a block for a worker of this role, a proposal of four tokens for one that drafts."""
+    return verify_block(tokens, **fields) if role == "target" else propose_block(tokens, 4, **fields)
 
 
 @asynccontextmanager
