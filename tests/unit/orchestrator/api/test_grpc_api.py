@@ -49,13 +49,10 @@ async def test_generate_bad_field_is_named_in_the_details():
 
 
 async def test_generate_unparsable_request_is_rejected():
-    context = Context()
+    context, servicer = Context(), GenerationServicer(ScriptedBackend())
     request = Unread(pb.GenerateRequest.DESCRIPTOR.full_name, b"\x12\x02\xff\xfe")
-    assert [
-        response async for response in GenerationServicer(ScriptedBackend()).generate(request, context)
-    ] == []
-    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert context.error.field == "request"
+    assert [response async for response in servicer.generate(request, context)] == []
+    assert (context.code, context.error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "request")
 
 
 async def test_generate_error_details_fit_the_header_limit():

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import time
 
 import grpc
 import pytest
@@ -21,6 +20,7 @@ from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.stalls import while_read
 from tests.support.surface_helpers import ScriptedBackend
+from tests.support.workers.scripted_workers import until
 
 TEXT = "x" * 2**16
 WAIT_S = 30.0
@@ -50,18 +50,6 @@ class EndlessBackend(ScriptedBackend):
 @pytest.fixture(autouse=True)
 def short_timeout(monkeypatch):
     monkeypatch.setattr(stalls, "READ_TIMEOUT_S", 0.2)
-
-
-async def read_all(call):
-    while await call.read() is not grpc.aio.EOF:
-        pass
-
-
-async def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 async def test_generation_that_is_not_read_is_closed_and_a_late_reader_is_told():
@@ -115,7 +103,7 @@ async def test_unread_grpc_stream_gives_its_place_back():
             assert sum(len(chunk.tokens) for chunk in chunks) == 3
             assert unread.done() is False
             with pytest.raises(grpc.RpcError) as ended:
-                await read_all(unread)
+                [chunk async for chunk in unread]
             assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
             await until(lambda: backend.admission.num_running == 0)
     finally:

@@ -113,16 +113,6 @@ def test_index_of_several_blocks_agrees_with_brute_force(sizes):
         assert found_in(index, context, 8) == slow_look_up(text, text[at - 70 : at], 8)
 
 
-def test_context_of_tokens_equals_that_of_an_index_that_ends_with_them():
-    chance = random.Random(6)
-    text = [chance.randrange(2**31) for _ in range(300)]
-    for end in (0, 1, 2, 31, 32, 33, 64, 65, 300):
-        index, bulk = SuffixIndex(), index_of(text[:end])
-        for token_id in text[:end]:
-            index.extend([token_id])
-        assert Context.of(text[:end]) == index.context == bulk.context
-
-
 def test_dropped_blocks_are_not_found_and_the_rest_is():
     chance = random.Random(7)
     text = [chance.randrange(30) for _ in range(3 * BLOCK + 500)]

@@ -74,21 +74,6 @@ class Generation:
         return self._exporter.get_finished_spans()
 
 
-async def test_sampled_generation_is_one_trace_below_the_caller():
-    generation = Generation()
-    await generation.run(Caller(traceparent=f"{CALLER}1"))
-    spans = {span.name: span for span in generation.spans}
-    assert set(spans) == {
-        *(t.SPAN_GENERATE, t.SPAN_OPEN, t.SPAN_CYCLE, t.SPAN_PROPOSE, t.SPAN_VERIFY, t.SPAN_COMMIT),
-    }
-    assert {f"{span.context.trace_id:032x}" for span in generation.spans} == {CALLER[3:35]}
-    assert f"{spans[t.SPAN_GENERATE].parent.span_id:016x}" == CALLER[36:52]
-    verify = spans[t.SPAN_VERIFY].context
-    assert generation.block.trace.traceparent == f"00-{verify.trace_id:032x}-{verify.span_id:016x}-01"
-    assert spans[t.SPAN_GENERATE].attributes[t.CYCLES] == 1
-    assert spans[t.SPAN_CYCLE].attributes[t.EMITTED] == 1
-
-
 async def test_generation_that_is_not_sampled_has_no_span_and_sends_no_context():
     generation = Generation()
     await generation.run(Caller(traceparent=f"{CALLER}0"))
