@@ -1,6 +1,7 @@
 """Checks of the grammars of requests: once each, in turn between tenants, with deadlines and cancellation."""
 
 import asyncio
+import json
 import threading
 import time
 
@@ -15,6 +16,7 @@ from orchestrator import grammar_checks
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.grammar_checks import GrammarChecks
 from orchestrator.text.tokenizer import Tokenizer
+from tests.support.workers.scripted_workers import until
 
 pytestmark = pytest.mark.slow
 
@@ -23,35 +25,17 @@ WAIT_S = 120.0
 
 def endless(number: int = 0) -> str:
     """Return a grammar whose compilation does not end; different ones have different numbers."""
-    return (
-        f'start: %json {{"type": ["string", "integer"], "multipleOf": 2147483647, "description": "{number}"}}'
-    )
-
-
-class Submitted(list[str]):
-    """Grammars; `wait_for` waits until there are that many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._event = asyncio.Event()
-
-    def add(self, grammar: str) -> None:
-        self.append(grammar)
-        self._event.set()
-
-    async def wait_for(self, count: int) -> None:
-        while len(self) < count:
-            self._event.clear()
-            await self._event.wait()
+    schema = {"type": ["string", "integer"], "multipleOf": 2147483647, "description": str(number)}
+    return f"start: %json {json.dumps(schema)}"
 
 
 @pytest.fixture
 def submitted(monkeypatch):
     """The grammars of which a check began, in order."""
-    found, submit = Submitted(), CheckPool.submit
+    found, submit = [], CheckPool.submit
 
     def recording(self, check):
-        found.add(check.grammar)
+        found.append(check.grammar)
         return submit(self, check)
 
     monkeypatch.setattr(CheckPool, "submit", recording)
@@ -118,10 +102,9 @@ def test_tokens_of_a_resumed_session_are_followed(checking):
 
 def test_endless_grammars_of_one_tenant_do_not_keep_another_waiting(checking, submitted):
     async def test(checks):
-        hostile = [
-            asyncio.create_task(checks.check(endless(number), Caller("hostile"))) for number in range(4)
-        ]
-        await submitted.wait_for(1)
+        calls = (checks.check(endless(number), Caller("hostile")) for number in range(4))
+        hostile = [asyncio.create_task(call) for call in calls]
+        await until(lambda: submitted)
         await checks.check('start: "a"', Caller("other"))
         # The hostile tenant has one place, however many grammars wait.
         assert sum(task.done() for task in hostile) < len(hostile)
@@ -148,7 +131,7 @@ def test_cancellation_frees_the_place(checking, submitted):
     async def test(checks):
         await checks.check('start: "a"', ANONYMOUS)
         tasks = [asyncio.create_task(checks.check(endless(number), Caller("t"))) for number in range(20)]
-        await submitted.wait_for(2)
+        await until(lambda: len(submitted) == 2)
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -162,7 +145,7 @@ def test_cancellation_frees_the_place(checking, submitted):
 def test_request_of_a_cancelled_one_s_grammar_checks_it_itself(checking, submitted):
     async def test(checks):
         first = asyncio.create_task(checks.check(endless(), ANONYMOUS))
-        await submitted.wait_for(1)
+        await until(lambda: submitted)
         second = asyncio.create_task(checks.check(endless(), ANONYMOUS))
         await asyncio.sleep(0)
         first.cancel()
@@ -195,11 +178,7 @@ def test_slow_compilations_of_one_tenant_do_not_keep_another_waiting(checking, m
         slow[0].cancel()  # it holds its place until its thread ends
         goes_on.set()
         results = await asyncio.gather(*slow, return_exceptions=True)
-        assert [type(result) for result in results] == [
-            asyncio.CancelledError,
-            GrammarState,
-            GrammarState,
-            asyncio.CancelledError,
-        ]
+        cancelled, followed = asyncio.CancelledError, GrammarState
+        assert [type(result) for result in results] == [cancelled, followed, followed, cancelled]
 
     checking(test)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.drafting.suffix_index import (
     LENGTH_FACTOR,
     LEVELS,
@@ -16,6 +17,7 @@ from orchestrator.drafting.suffix_index import (
     Context,
     SuffixIndex,
 )
+from tests.support.cycle_helpers import make_session
 
 BLOCK = 1024
 
@@ -88,12 +90,14 @@ def test_index_agrees_with_brute_force_on_other_text(text, context, depth):
 
 @given(st.lists(st.integers(0, 3), max_size=200), st.integers(0, 12), st.randoms(use_true_random=False))
 def test_index_agrees_with_brute_force_as_it_grows(tokens, depth, chance):
-    index, end = SuffixIndex(), 0
+    index, end, drafter, session = SuffixIndex(), 0, SuffixDrafter(), make_session()
     while end < len(tokens):
         size = chance.choice((1, 2, 5, 60, 90))
         index.extend(tokens[end : end + size])
         end = min(len(tokens), end + size)
         assert found_in(index, index.context, depth) == slow_look_up(tokens[:end], tokens[:end], depth)
+        session.token_ids = tokens[:end]
+        assert drafter.look_up(session, depth) == index.look_up(index.context, depth)
 
 
 @pytest.mark.parametrize("sizes", [[1], [5000], [47, 48, 49, 1], [1023, 1, 1024, 1025]])

@@ -109,32 +109,25 @@ def chunk(num_tokens, finish_reason=None):
     return Chunk("s", "", tokens, finish_reason=finish_reason, usage=usage)
 
 
-class Service:
-    """Streams given chunks, and then fails if requested."""
-
-    def __init__(self, *chunks, error=None):
-        self.meter, self.chunks, self.error = OrchestratorMeter(), chunks, error
-
-    async def generate(self, request):
-        with self.meter.request(request) as meter:
-            for piece in self.chunks:
-                await asyncio.sleep(0.01)
-                meter.deliver(piece)
-                yield piece
-            if self.error is not None:
-                raise self.error
+async def served(meter, *chunks, error=None):
+    """Stream chunks, and then fail if requested."""
+    with meter.request(GenerationRequest("Hi")) as request:
+        for piece in chunks:
+            await asyncio.sleep(0.01)
+            request.deliver(piece)
+            yield piece
+        if error is not None:
+            raise error
 
 
-REQUEST = GenerationRequest("Hi")
 LENGTH = FinishReason.LENGTH
 
 
 async def test_request_has_its_latencies():
-    service, began = Service(chunk(1), chunk(2), chunk(3, LENGTH)), time.perf_counter()
-    async for _ in service.generate(REQUEST):
-        pass
+    meter, began = OrchestratorMeter(), time.perf_counter()
+    assert len([piece async for piece in served(meter, chunk(1), chunk(2), chunk(3, LENGTH))]) == 3
     elapsed_s = time.perf_counter() - began
-    found = samples(service.meter)
+    found = samples(meter)
     assert found["requests", "length"] == 1
     assert found["prompt.tokens",] == 7
     num_first, first_s = found["time_to_first_token",]
@@ -158,23 +151,22 @@ async def test_request_has_its_latencies():
 )
 async def test_failures_are_counted_and_logged_by_their_kind(error, outcome, caplog):
     caplog.set_level("INFO", "ray.serve")
-    service = Service(chunk(1), error=error)
+    meter = OrchestratorMeter()
     with pytest.raises(type(error)):
-        async for _ in service.generate(REQUEST):
-            pass
-    found = samples(service.meter)
+        [piece async for piece in served(meter, chunk(1), error=error)]
+    found = samples(meter)
     assert found["requests", outcome] == 1
     assert [record.getMessage().split()[:2] for record in caplog.records] == [["COMPLETION", outcome]]
     assert found["request.duration",] == (0, 0.0)
-    assert service.meter.totals.requests == 1
-    assert service.meter.totals.failed_requests == (outcome != "cancelled")
+    assert meter.totals.requests == 1
+    assert meter.totals.failed_requests == (outcome != "cancelled")
 
 
 @pytest.mark.parametrize(("num_read", "outcome"), [(1, "cancelled"), (2, "length")])
 async def test_client_that_disconnects_early_counts_as_cancelled(num_read, outcome):
-    service = Service(chunk(1), chunk(1, LENGTH), chunk(0))
-    chunks = service.generate(REQUEST)
+    meter = OrchestratorMeter()
+    chunks = served(meter, chunk(1), chunk(1, LENGTH), chunk(0))
     for _ in range(num_read):
         await anext(chunks)
     await chunks.aclose()
-    assert samples(service.meter)["requests", outcome] == 1
+    assert samples(meter)["requests", outcome] == 1

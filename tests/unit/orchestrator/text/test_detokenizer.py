@@ -84,12 +84,9 @@ def test_detokenizer_joins_characters_split_over_tokens(text):
     assert sum(len(piece) for piece in pieces if piece) == len(text)
 
 
-def test_detokenizer_cut_character_ends_as_replacement():
+def test_detokenizer_cut_and_invalid_characters_are_replaced_and_hold_nothing_back():
     pieces, _ = stream(Detokenizer(ByteTokenizer(), []), "aé".encode()[:-1])
     assert pieces == ["a", "", "\ufffd"]
-
-
-def test_detokenizer_invalid_bytes_do_not_hold_back_what_follows():
     pieces, _ = stream(Detokenizer(ByteTokenizer(), []), b"\xff\xc3ab")
     assert ("".join(pieces), pieces[-1]) == (b"\xff\xc3ab".decode(errors="replace"), "")
 
@@ -100,13 +97,8 @@ def test_detokenizer_demo_pair_equals_decoding_at_once(demo, text):
     pieces, _ = stream(Detokenizer(demo, []), token_ids)
     assert "".join(pieces) == demo.decode(token_ids) == text
     assert b"".join(map(demo.token_bytes, token_ids)).decode() == text
-
-
-def test_detokenizer_demo_pair_random_tokens_equal_decoding_at_once(demo):
-    rng = random.Random(0)
-    for _ in range(50):
-        token_ids = [rng.randrange(demo.vocab_size) for _ in range(30)]
-        assert "".join(stream(Detokenizer(demo, []), token_ids)[0]) == demo.decode(token_ids)
+    token_ids = random.Random(text).choices(range(demo.vocab_size), k=300)
+    assert "".join(stream(Detokenizer(demo, []), token_ids)[0]) == demo.decode(token_ids)
 
 
 def test_detokenizer_byte_fallback_keeps_the_leading_space_of_a_completion(llama_like):
@@ -141,18 +133,6 @@ def test_detokenizer_stop_string_inside_one_token_cuts_the_token():
 
     pieces, stopped = stream(Detokenizer(Words(), [], [". "]), [0, 1])
     assert (pieces, stopped) == (["foo", ""], True)
-
-
-def test_detokenizer_stop_strings_equal_searching_the_whole_text():
-    rng = random.Random(1)
-    for _ in range(300):
-        text = "".join(rng.choice("ab") for _ in range(20))
-        stop = ["".join(rng.choice("ab") for _ in range(rng.randint(3, 7))) for _ in range(2)]
-        ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
-        first_end = min((end for end, _ in ends), default=None)
-        wanted = text[: min(start for end, start in ends if end == first_end)] if ends else text
-        pieces, stopped = stream(Detokenizer(LetterTokenizer(), [], stop), [ord(c) - 97 for c in text])
-        assert ("".join(pieces), stopped) == (wanted, bool(ends))
 
 
 def test_detokenizer_special_token_inside_a_stop_string_does_not_break_it():

@@ -171,10 +171,11 @@ RESPONSE = {
 }
 
 
-@pytest.mark.parametrize(("path", "body"), zip(BODIES, (COMPLETION, CHAT, RESPONSE), strict=True))
+@pytest.mark.parametrize(("path", "body"), [*zip(BODIES, (COMPLETION, CHAT, RESPONSE), strict=True)])
 async def test_openais_defaults_may_be_given(path, body):
     answer = await call(ScriptedBackend(), path=path, json={**BODIES[path], **body})
     assert answer.status_code == 200, answer.text
+    assert validator(request_schema(path)).is_valid({**BODIES[path], **body})
 
 
 USER = {"role": "user", "content": "x", "name": None, "tool_calls": None}
@@ -186,7 +187,12 @@ CALLS = {"role": "assistant", "content": None, "refusal": None, "tool_call_id": 
     ("path", "part", "refused"),
     [
         ("/v1/completions", {"logit_bias": {}, "stop": [], "stop_token_ids": []}, None),
-        ("/v1/completions", {"stream_options": {}, "gammaray": {}, "metadata": {}}, None),
+        ("/v1/completions", {"stream_options": {}, "gammaray": {"gamma": 3, "max_gamma": None}}, None),
+        (
+            "/v1/completions",
+            {"user": {"any": 1}, "best_of": 1, "tools": None, "logit_bias": {"5": -100}},
+            None,
+        ),
         ("/v1/completions", {"prediction": {"type": "content", "content": [], "index": None}}, None),
         ("/v1/completions", {"allowed_token_ids": []}, "allowed_token_ids"),
         ("/v1/completions", {"min_tokens": 17}, "min_tokens"),
@@ -212,3 +218,4 @@ async def test_empty_null_and_contradictory_values_have_one_meaning(path, part, 
     answer = await call(ScriptedBackend(), path=path, json={**BODIES[path], **part})
     error = answer.json().get("error") or {"param": None}
     assert (answer.status_code, error["param"]) == (400 if refused else 200, refused), answer.text
+    assert refused or validator(request_schema(path)).is_valid({**BODIES[path], **part})

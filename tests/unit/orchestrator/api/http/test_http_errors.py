@@ -21,12 +21,10 @@ COMPLETIONS = {
     "empty prompt": ({"prompt": ""}, "prompt"),
     "no prompts": ({"prompt": []}, "prompt"),
     "one empty prompt of two": ({"prompt": ["a", ""]}, "prompt"),
-    "prompt of numbers that are no ids": ({"prompt": [1.5]}, "prompt"),
     "prompt with a lone surrogate": ({"prompt": "\ud800"}, "body"),
     "prompt too long": ({"prompt": "x" * (2**20 + 1)}, "prompt"),
     "temperature NaN": ({"prompt": "x", "temperature": float("nan")}, "temperature"),
     "temperature infinite": ({"prompt": "x", "temperature": float("inf")}, "temperature"),
-    "max_tokens fractional": ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
     "max_tokens twice": ({"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
     "n times prompts too large": ({"prompt": ["x", "y"], "n": 65}, "n"),
     "stop empty": ({"prompt": "x", "stop": ""}, "stop"),
@@ -37,7 +35,6 @@ COMPLETIONS = {
     "stop_token_ids negative": ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
     "stop_token_ids too many": ({"prompt": "x", "stop_token_ids": [1] * 4097}, "stop_token_ids"),
     "best_of above one": ({"prompt": "x", "best_of": 2}, "best_of"),
-    "ignore_eos a number": ({"prompt": "x", "ignore_eos": 1}, "ignore_eos"),
     "suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
     "unknown field": ({"prompt": "x", "temprature": 1}, "temprature"),
     "unknown field of no Unicode": ({"prompt": "x", "\ud800": 1}, "body"),
@@ -50,10 +47,6 @@ COMPLETIONS = {
     "session_id for two": ({"prompt": "x", "n": 2, "gammaray": {"session_id": "a"}}, "gammaray.session_id"),
     "not an object": ([1], "body"),
     "malformed JSON": (b'{"prompt": "x"', "body"),
-    "invalid UTF-8": (b'{"prompt": "\xff"}', "body"),
-    "endless nesting": (b"[" * 100_000, "body"),
-    "an integer of 5000 digits": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "body"),
-    "nothing": (b"", "body"),
 }
 
 
@@ -62,7 +55,6 @@ def predicted(content, **more):
 
 
 COMPLETIONS |= {
-    "prediction a string": ({"prompt": "x", "prediction": "y"}, "prediction"),
     "prediction of another type": (predicted("y", type="file"), "prediction"),
     "prediction without content": ({"prompt": "x", "prediction": {"type": "content"}}, "prediction"),
     "prediction with more": (predicted("y", index=1), "prediction"),

@@ -236,34 +236,3 @@ def is_clean(name, content):
     form = CallFormat.of(TEMPLATES[name].chat_format)
     marker = OPEN.get(form.family, OPEN[CallFamily.HERMES])
     return not any(content.rstrip().endswith(marker[:length]) for length in range(2, len(marker) + 1))
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-async def test_responses_take_back_every_answer_of_their_own(name):
-    rng = random.Random(name)
-    kept, previous = None, None
-    tools = [{"type": "function", **tool["function"]} for tool in BODY_TOOLS]
-    for turn in range(12):
-        backend, max_tokens = cut_backend(TEMPLATES[name], rng.choice(list(ANSWERS.values())), rng)
-        backend.responses = kept or backend.responses
-        kept = backend.responses
-        body = {"input": f"turn {turn}", "tools": tools, "max_output_tokens": max_tokens}
-        if rng.random() < 0.3:
-            body["instructions"] = "Be brief."
-        answer = await complete(backend, RESPONSES, previous_response_id=previous, **body)
-        assert answer.status_code == 200, answer.text
-        found = answer.json()
-        previous = found["id"]
-        assert (found["status"] == "incomplete") == (found["incomplete_details"] is not None)
-        for item in found["output"]:
-            if item["type"] == "function_call":
-                assert (item["status"] == "completed") == is_object(item["arguments"])
-            else:
-                assert is_clean(name, item["content"][0]["text"])
-
-
-def is_object(text):
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False

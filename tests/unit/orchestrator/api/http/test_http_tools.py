@@ -7,7 +7,7 @@ import pytest
 from tests.support.http_helpers import CHAT, complete, events_with_ids
 from tests.support.openapi_helpers import check_answer, check_events, check_refused, request_schema, validator
 from tests.support.surface_helpers import ScriptedBackend
-from tests.support.tool_helpers import BODY_TOOLS, LLAMA_CHAT, MISTRAL_CHAT, QWEN_CHAT, joined
+from tests.support.tool_helpers import BODY_TOOLS, QWEN_CHAT, joined
 
 CHATS = "/v1/chat/completions"
 TEXT = (
@@ -63,10 +63,8 @@ async def test_message_without_a_call_is_as_without_tools():
     plain = (await complete(scripted(), CHATS, messages=CHAT)).json()["choices"]
     assert (await answered(scripted()))["choices"] == plain
     assert plain[0]["finish_reason"] == "stop"
-    text, calls, reasons = joined(
-        choices_of(await events_with_ids(scripted(), CHATS, messages=CHAT, tools=BODY_TOOLS))
-    )
-    assert (text, calls, reasons) == ("café", [], ["stop"])
+    events = await events_with_ids(scripted(), CHATS, messages=CHAT, tools=BODY_TOOLS)
+    assert joined(choices_of(events)) == ("café", [], ["stop"])
 
 
 @pytest.mark.parametrize("max_tokens", [*range(1, 31), 100])
@@ -101,10 +99,8 @@ async def test_logprobs_cover_every_token_once():
     (choice,) = (await answered(logprobs=True))["choices"]
     whole = choice["logprobs"]["content"]
     events = await events_with_ids(backend(), CHATS, messages=CHAT, tools=BODY_TOOLS, logprobs=True)
-    streamed = [
-        entry for one in choices_of(events) if one["logprobs"] for entry in one["logprobs"]["content"]
-    ]
-    assert streamed == whole
+    pieces = [one["logprobs"]["content"] for one in choices_of(events) if one["logprobs"]]
+    assert [entry for piece in pieces for entry in piece] == whole
     assert b"".join(bytes(entry["bytes"]) for entry in whole) == TEXT.encode()
 
 
@@ -112,15 +108,12 @@ async def test_logprobs_cover_every_token_once():
 async def test_resumed_stream_goes_on_with_the_same_calls(size):
     whole = await events_with_ids(backend(size=size), CHATS, messages=CHAT, tools=BODY_TOOLS)
     text, calls, _ = joined(choices_of(whole))
-    seen = [
-        position for position, (event_id, _) in enumerate(whole) if event_id and not event_id.endswith(":end")
-    ]
+    seen = [at for at, (event_id, _) in enumerate(whole) if event_id and not event_id.endswith(":end")]
     assert len(seen) > 5
-    for position in seen:
-        rest = await events_with_ids(
-            backend(size=size), CHATS, last_id=whole[position][0], messages=CHAT, tools=BODY_TOOLS
-        )
-        again = choices_of(whole[: position + 1]) + choices_of(rest)
+    body = {"messages": CHAT, "tools": BODY_TOOLS}
+    for at in seen:
+        rest = await events_with_ids(backend(size=size), CHATS, last_id=whole[at][0], **body)
+        again = choices_of(whole[: at + 1]) + choices_of(rest)
         assert joined(again) == (text, calls, ["tool_calls"])
 
 
@@ -156,39 +149,23 @@ async def test_no_tools_where_none_may_be_called():
         assert scripted.requests[0].prompt == "user: hi\n"
 
 
-async def test_one_call_where_they_are_not_parallel():
-    (choice,) = (await answered(parallel_tool_calls=False))["choices"]
-    assert named(choice["message"]["tool_calls"]) == FOUND[:1]
-    several, single = backend(), backend()
-    await answered(several, tool_choice="required")
-    await answered(single, tool_choice="required", parallel_tool_calls=False)
-    assert "{0,15}" in several.requests[0].sampling.grammar
-    assert "{0,15}" not in single.requests[0].sampling.grammar
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
 
 
-@pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": True}], ids=["default", "parallel"])
-async def test_named_tool_is_called_once(fields):
-    scripted = backend(2 * '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
-    now = {"type": "function", "function": {"name": "now"}}
-    (choice,) = (await answered(scripted, tool_choice=now, **fields))["choices"]
-    assert named(choice["message"]["tool_calls"]) == FOUND[1:]
-    assert "{0,15}" not in scripted.requests[0].sampling.grammar
-
-
-async def test_native_template_gets_the_tools():
-    scripted = backend(chat_format=QWEN_CHAT)
-    await answered(scripted)
-    assert scripted.requests[0].prompt == "tool: get_weather\ntool: now\nuser: hi\n"
-
-
-async def test_each_family_is_read_in_its_form():
-    llama = '{"name": "get_weather", "parameters": {"city": "Zürich"}}'
-    (choice,) = (await answered(backend(llama, chat_format=LLAMA_CHAT)))["choices"]
-    assert named(choice["message"]["tool_calls"]) == FOUND[:1]
-    mistral = backend('[{"name": "now", "arguments": {}}]', chat_format=MISTRAL_CHAT)
-    (choice,) = (await answered(mistral, tool_choice="required"))["choices"]
-    assert named(choice["message"]["tool_calls"]) == FOUND[1:]
-    assert mistral.requests[0].prompt.endswith("[TOOL_CALLS]")
+@pytest.mark.parametrize(
+    ("fields", "is_single"),
+    [
+        ({"tool_choice": "required"}, False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, True),
+        (NAMED, True),
+        ({**NAMED, "parallel_tool_calls": True}, True),
+    ],
+)
+async def test_one_call_where_they_are_not_parallel_or_the_tool_is_named(fields, is_single):
+    scripted = backend()
+    (choice,) = (await answered(scripted, **fields))["choices"]
+    assert named(choice["message"]["tool_calls"]) == (FOUND[:1] if is_single else FOUND)
+    assert ("{0,15}" not in scripted.requests[0].sampling.grammar) is is_single
 
 
 async def test_calls_and_results_in_messages_reach_the_template():
@@ -207,17 +184,13 @@ async def test_calls_and_results_in_messages_reach_the_template():
     ]
     for body in ({"tools": BODY_TOOLS}, {"tools": None}):
         await answered(scripted, messages=messages, **body)
-    function = {"name": "now", "arguments": {"a": [1]}}
+    function, empty = {"name": "now", "arguments": {"a": [1]}}, {"name": "now", "arguments": {}}
     assert rendered[0] == rendered[1]
     assert rendered[0] == [
         *CHAT,
         {"role": "assistant", "content": "", "tool_calls": [{**told, "function": function}]},
         {"role": "tool", "content": "12:00", "tool_call_id": "call_1"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{**told, "function": {"name": "now", "arguments": {}}}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [{**told, "function": empty}]},
         {"role": "tool", "content": "unmatched"},
         {"role": "assistant", "content": "noon"},
         {"role": "user", "content": "ok"},

@@ -126,21 +126,6 @@ async def test_logprobs_are_rendered_once_in_short_turns(path, stream, monkeypat
     assert tokens_of(answer) == NUM_TOKENS
 
 
-@pytest.mark.slow
-async def test_stored_response_is_read_in_short_turns():
-    backend = LongBackend()
-    async with client(backend) as http:
-        made = (await http.post("/v1/responses", json=RESPONSE)).json()
-        async with watching() as watch:
-            answer = await http.get(f"/v1/responses/{made['id']}")
-    assert answer.status_code == 200
-    whole = answer.json()
-    assert watch.longest_s < MAX_TURN_S
-    assert whole["output"][0]["content"][0]["text"] == made["output"][0]["content"][0]["text"]
-    stored = backend.responses.kept[made["id"]]
-    assert len(stored.response) < NUM_TOKENS * TOKEN_BYTES
-
-
 @pytest.mark.parametrize("path", BODIES)
 async def test_whole_response_above_the_bound_is_refused_with_its_numbers(path):
     backend = LongBackend()

@@ -164,6 +164,8 @@ async def test_length_makes_the_response_incomplete():
         assert body["status"] == body["output"][0]["status"] == "incomplete"
         assert body["incomplete_details"] == {"reason": "max_output_tokens"}
         assert body["completed_at"] is None
+    cut = await respond(ScriptedBackend(pieces=CALL), input="x", tools=[TOOL], max_output_tokens=3)
+    assert [item["status"] for item in check_response(cut)["output"]] == ["completed", "incomplete"]
 
 
 async def test_stream_has_the_events_in_order():

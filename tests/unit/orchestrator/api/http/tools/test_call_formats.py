@@ -10,6 +10,7 @@ from orchestrator.text.chat import ChatFormat
 from tests.support.tool_helpers import ADDED, BODY_TOOLS, LLAMA, MISTRAL, QWEN, TOOLS, TemplateModel
 
 PLAIN = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+REFUSING = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN
 OTHER = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
 CALL = {
     "id": "call_1",
@@ -46,24 +47,13 @@ def test_family_is_recognised_by_the_template(template, family, is_native):
 
 
 def test_chat_format_says_what_the_tokenizer_has():
-    found = TemplateModel(QWEN).chat_format
-    assert found.template == QWEN
-    assert found.has_tools
-    assert ADDED.items() <= found.added_tokens.items()
-    assert not TemplateModel(PLAIN).chat_format.has_tools
+    for template in (QWEN, {"default": PLAIN, "tool_use": QWEN}):
+        found = TemplateModel(template).chat_format
+        assert (found.template, found.has_tools) == (QWEN, True)
+        assert ADDED.items() <= found.added_tokens.items()
+    for template in (PLAIN, REFUSING):
+        assert not TemplateModel(template).chat_format.has_tools
     assert TemplateModel(None).chat_format == ChatFormat()
-
-
-def test_chat_format_of_a_template_that_refuses_tools():
-    refusing = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN
-    assert not TemplateModel(refusing).chat_format.has_tools
-    assert "<tools>" in render_messages(TALK, TemplateModel(refusing), planned(TemplateModel(refusing))).text
-
-
-def test_chat_format_of_a_template_for_tools_of_its_own():
-    model = TemplateModel({"default": PLAIN, "tool_use": QWEN})
-    assert model.chat_format.template == QWEN
-    assert CallFormat.of(model.chat_format).is_native
 
 
 QWEN_PARTS = (
@@ -100,7 +90,7 @@ def test_mistral_gets_ids_that_it_takes_and_forced_calls_a_marker():
     assert render_messages(TALK[:1], model, planned(model, "required")).text == asked + "[TOOL_CALLS]"
 
 
-@pytest.mark.parametrize("template", [PLAIN, OTHER], ids=["no tools", "unknown"])
+@pytest.mark.parametrize("template", [PLAIN, OTHER, REFUSING], ids=["no tools", "unknown", "refusing"])
 def test_model_without_a_known_form_is_told_in_messages(template):
     model = TemplateModel(template)
     prompt = render_messages(TALK, model, planned(model)).text

@@ -34,8 +34,8 @@ def followers():
 @pytest.fixture
 def follower(request, followers):
     """That of the parameter `chat`, if the test has it."""
-    chat = getattr(request.node, "callspec", None) and request.node.callspec.params.get("chat")
-    return followers[chat is not PLAIN_CHAT]
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    return followers[parameters.get("chat") is not PLAIN_CHAT]
 
 
 def plan_of(chat, name="", is_parallel=True, tools=TOOLS, mode="required"):
@@ -120,20 +120,12 @@ def test_answer_in_a_format_is_an_alternative_to_calls(follower):
     assert error.value.field == "response_format"
 
 
+OBJECT = {"type": "object", "properties": {"a": {"type": "null"}}}
 SCHEMAS = {
     "absent": (None, ["{}"], ['{"a": 1}', "[]"]),
-    "any object": ({"type": "object"}, ["{}", '{"a": [1]}'], ["[]", "1"]),
     "no type": ({"properties": {"a": {}}}, ["{}", '{"a": [1]}'], ["[]", '{"b": 1}']),
-    "reference": (
-        {"$ref": "#/$defs/o", "$defs": {"o": {"type": "object", "properties": {"a": {"type": "null"}}}}},
-        ['{"a": null}'],
-        ['{"a": 1}'],
-    ),
-    "choice": (
-        {"anyOf": [{"type": "object", "properties": {"a": {"const": n}}, "required": ["a"]} for n in (1, 2)]},
-        ['{"a": 1}', '{"a": 2}'],
-        ['{"a": 3}', "{}"],
-    ),
+    "reference": ({"$ref": "#/$defs/o", "$defs": {"o": OBJECT}}, ['{"a": null}'], ['{"a": 1}']),
+    "choice": ({"anyOf": [OBJECT, {"type": "object"}]}, ['{"a": null}', '{"b": 3}'], ["[]", "1"]),
 }
 
 

@@ -109,12 +109,8 @@ def splits(text, rng):
 def test_every_split_gives_the_same(subtests):
     for name, (family, text, rest, calls) in CASES.items():
         with subtests.test(name):
-            assert parsed(parser_of(family), list(text)) == (rest, calls)
-            for cut in range(len(text)):
-                assert parsed(parser_of(family), [text[:cut], text[cut:]]) == (rest, calls)
-            rng = random.Random(text)
-            for _ in range(100):
-                assert parsed(parser_of(family), splits(text, rng)) == (rest, calls)
+            for cut in range(len(text) + 1):
+                assert parsed(parser_of(family), [text[:cut], *text[cut:]]) == (rest, calls)
 
 
 PARTS = [
