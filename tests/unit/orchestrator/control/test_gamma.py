@@ -120,12 +120,6 @@ def test_adaptive_gamma_respects_its_bounds():
         assert has_trees == (0 < depth < nodes)
 
 
-def test_adaptive_gamma_new_session_starts_from_the_fleet():
-    costs, rng = CostModel(random.Random(4)), random.Random(4)
-    drive(AdaptiveGamma(8, costs), World(alpha=0.95), 300, Lone(rng))
-    assert AdaptiveGamma(8, costs).next_shape(MODEL_ONLY).depth >= 5
-
-
 def total(runs):
     return sum(run.tokens for run in runs) / runs[0].units
 

@@ -135,6 +135,18 @@ def test_detokenizer_stop_string_inside_one_token_cuts_the_token():
     assert (pieces, stopped) == (["foo", ""], True)
 
 
+def test_detokenizer_stop_strings_equal_searching_the_whole_text():
+    rng = random.Random(1)
+    for _ in range(300):
+        text = "".join(rng.choice("ab") for _ in range(20))
+        stop = ["".join(rng.choice("ab") for _ in range(rng.randint(3, 7))) for _ in range(2)]
+        ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
+        first_end = min((end for end, _ in ends), default=None)
+        wanted = text[: min(start for end, start in ends if end == first_end)] if ends else text
+        pieces, stopped = stream(Detokenizer(LetterTokenizer(), [], stop), [ord(c) - 97 for c in text])
+        assert ("".join(pieces), stopped) == (wanted, bool(ends))
+
+
 def test_detokenizer_special_token_inside_a_stop_string_does_not_break_it():
     pieces, stopped = stream(Detokenizer(LetterTokenizer(), [], ["bc"]), [0, 1, EOS, 2])
     assert ("".join(pieces), stopped) == ("a", True)

@@ -122,11 +122,18 @@ def with_more(value):
             yield from ([*value[:index], more, *value[index + 1 :]] for more in with_more(entry))
 
 
+OTHERS = {
+    **{"stop": "x", "user": {"any": "thing"}, "best_of": 1, "tools": None, "stop_token_ids": []},
+    **{"logit_bias": {"5": -100, "12": 1.5}, "seed": None, "temperature": 0},
+}
+
+
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("tells_tokens", [None, False, True], ids=["whole", "stream", "stream of tokens"])
 async def test_answers_have_all_fields_of_the_document_and_no_others(path, tells_tokens):
     with_logprobs = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 2}
-    body = {**BODIES[path], **with_logprobs, "prompt_logprobs": 1, "n": 2}
+    body = {**BODIES[path], **with_logprobs, **OTHERS, "prompt_logprobs": 1, "n": 2}
+    assert validator(request_schema(path)).is_valid({**body, "gammaray": {"gamma": 3, "max_gamma": None}})
     content = document()["paths"][path]["post"]["responses"]["200"]["content"]
     if tells_tokens is None:
         found = [(await complete(ScriptedBackend(), path, **body)).json()]
