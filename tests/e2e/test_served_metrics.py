@@ -8,7 +8,8 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ def get_json(url: str) -> Any:
         return json.load(answer)
 
 
+@dataclass
 class Prometheus:
     """A running server."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    url: str
 
     def query(self, query: str) -> list[dict[str, Any]]:
         answer = get_json(f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
@@ -52,12 +53,10 @@ class Prometheus:
         return float(result[0]["value"][1]) if result else math.nan
 
     def wait_for(self, query: str, value: float) -> None:
-        assert eventually(lambda: self.number(query) == value, START_TIMEOUT_S), (query, self.query(query))
-
-    def is_ready(self) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=1):
-            return True
-        return False
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.number(query) != value:
+            assert time.monotonic() < deadline, f"{query}: {self.query(query)}, not {value}"
+            time.sleep(0.2)
 
 
 @contextmanager
@@ -71,13 +70,28 @@ def running_prometheus(http: str, directory: Path) -> Iterator[Prometheus]:
     (port,) = free_ports("127.0.0.1", 1)
     command = [binary, f"--config.file={config}", f"--storage.tsdb.path={directory / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        prometheus = Prometheus(f"http://127.0.0.1:{port}")
+        _wait_ready(prometheus, server)
+        yield prometheus
+    finally:
+        server.terminate()
         try:
-            prometheus = Prometheus(f"http://127.0.0.1:{port}")
-            assert eventually(prometheus.is_ready, START_TIMEOUT_S), server.poll()
-            yield prometheus
+            server.wait(10)
         finally:
             server.kill()
+
+
+def _wait_ready(prometheus: Prometheus, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{prometheus.url}/-/ready", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"Prometheus is not ready; exit status {server.poll()}")
 
 
 def scrape(cluster: Cluster) -> dict[str, dict[tuple, float]]:
@@ -119,6 +133,11 @@ def complete(cluster: Cluster, **options) -> Completion:
         return client.complete("def read_lines(path):", max_tokens=96, seed=1, temperature=0.7, **options)
 
 
+def wait_for_drafter(cluster: Cluster) -> None:
+    """Wait until the draft worker is not paused for being late, so that its proposals are counted."""
+    undisturbed(lambda: complete(cluster, gamma=4), is_without_model)
+
+
 def test_every_process_serves_every_metric_of_its_role(cluster):
     complete(cluster, gamma=4)
     found = scrape(cluster)
@@ -133,8 +152,7 @@ def test_every_process_serves_every_metric_of_its_role(cluster):
 
 @pytest.mark.needs("prometheus")
 def test_prometheus_answers_the_documented_queries_as_the_summary_does(cluster, tmp_path):
-    # Until the draft worker is not paused for being late, so that its proposals are counted.
-    undisturbed(lambda: complete(cluster, gamma=4), is_without_model)
+    wait_for_drafter(cluster)
     orchestrator_at_rest(cluster)
     with running_prometheus(cluster.http, tmp_path) as prometheus:
         prometheus.wait_for("count(gammaray_info)", 3)

@@ -1,7 +1,6 @@
 """Checks of the grammars of requests: once each, in turn between tenants, with deadlines and cancellation."""
 
 import asyncio
-import json
 import threading
 import time
 
@@ -16,7 +15,6 @@ from orchestrator import grammar_checks
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.grammar_checks import GrammarChecks
 from orchestrator.text.tokenizer import Tokenizer
-from tests.support.workers.scripted_workers import until
 
 pytestmark = pytest.mark.slow
 
@@ -25,17 +23,35 @@ WAIT_S = 120.0
 
 def endless(number: int = 0) -> str:
     """Return a grammar whose compilation does not end; different ones have different numbers."""
-    schema = {"type": ["string", "integer"], "multipleOf": 2147483647, "description": str(number)}
-    return f"start: %json {json.dumps(schema)}"
+    return (
+        f'start: %json {{"type": ["string", "integer"], "multipleOf": 2147483647, "description": "{number}"}}'
+    )
+
+
+class Submitted(list[str]):
+    """Grammars; `wait_for` waits until there are that many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event = asyncio.Event()
+
+    def add(self, grammar: str) -> None:
+        self.append(grammar)
+        self._event.set()
+
+    async def wait_for(self, count: int) -> None:
+        while len(self) < count:
+            self._event.clear()
+            await self._event.wait()
 
 
 @pytest.fixture
 def submitted(monkeypatch):
     """The grammars of which a check began, in order."""
-    found, submit = [], CheckPool.submit
+    found, submit = Submitted(), CheckPool.submit
 
     def recording(self, check):
-        found.append(check.grammar)
+        found.add(check.grammar)
         return submit(self, check)
 
     monkeypatch.setattr(CheckPool, "submit", recording)
@@ -102,9 +118,10 @@ def test_tokens_of_a_resumed_session_are_followed(checking):
 
 def test_endless_grammars_of_one_tenant_do_not_keep_another_waiting(checking, submitted):
     async def test(checks):
-        calls = (checks.check(endless(number), Caller("hostile")) for number in range(4))
-        hostile = [asyncio.create_task(call) for call in calls]
-        await until(lambda: submitted)
+        hostile = [
+            asyncio.create_task(checks.check(endless(number), Caller("hostile"))) for number in range(4)
+        ]
+        await submitted.wait_for(1)
         await checks.check('start: "a"', Caller("other"))
         # The hostile tenant has one place, however many grammars wait.
         assert sum(task.done() for task in hostile) < len(hostile)
@@ -131,7 +148,7 @@ def test_cancellation_frees_the_place(checking, submitted):
     async def test(checks):
         await checks.check('start: "a"', ANONYMOUS)
         tasks = [asyncio.create_task(checks.check(endless(number), Caller("t"))) for number in range(20)]
-        await until(lambda: len(submitted) == 2)
+        await submitted.wait_for(2)
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -145,7 +162,7 @@ def test_cancellation_frees_the_place(checking, submitted):
 def test_request_of_a_cancelled_one_s_grammar_checks_it_itself(checking, submitted):
     async def test(checks):
         first = asyncio.create_task(checks.check(endless(), ANONYMOUS))
-        await until(lambda: submitted)
+        await submitted.wait_for(1)
         second = asyncio.create_task(checks.check(endless(), ANONYMOUS))
         await asyncio.sleep(0)
         first.cancel()
@@ -178,7 +195,11 @@ def test_slow_compilations_of_one_tenant_do_not_keep_another_waiting(checking, m
         slow[0].cancel()  # it holds its place until its thread ends
         goes_on.set()
         results = await asyncio.gather(*slow, return_exceptions=True)
-        cancelled, followed = asyncio.CancelledError, GrammarState
-        assert [type(result) for result in results] == [cancelled, followed, followed, cancelled]
+        assert [type(result) for result in results] == [
+            asyncio.CancelledError,
+            GrammarState,
+            GrammarState,
+            asyncio.CancelledError,
+        ]
 
     checking(test)

@@ -231,6 +231,28 @@ def test_end_marked_finds_a_child_that_lost_the_mark():
     assert not runs(child)
 
 
+GUARDED = """
+import os, pathlib, signal, sys
+from orchestrator.launcher.reaper import Guardian
+Guardian(sys.argv[1], pathlib.Path(sys.argv[2]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_guardian_cleans_up_after_a_launcher_that_was_killed(tmp_path):
+    cluster_id, directory = uuid.uuid4().hex, tmp_path / "cluster"
+    directory.mkdir()
+    (directory / "file").touch()
+    orphan = start_orphan(cluster_id)
+    subprocess.run([sys.executable, "-c", GUARDED, cluster_id, str(directory)], timeout=100)
+    deadline = time.monotonic() + 100
+    while (directory.exists() or runs(orphan)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert marked(cluster_id) == []
+    assert not directory.exists()
+
+
 class Vanished:
     """A process that was listed, and has ended by the time anything is asked of it."""
 

@@ -76,22 +76,24 @@ def client(backend) -> httpx.AsyncClient:
 
 def tokens_of(answer: httpx.Response) -> int:
     """Return how many tokens of an answer, or of its last event, have all their alternatives."""
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
-    bodies = [json.loads(line) for line in lines if line.startswith("{")]
-    return sum(num_complete(body) for body in bodies)
+    text = answer.text
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+        bodies = [json.loads(event) for event in events]
+        if "response" in bodies[-1]:
+            return _tokens_of(bodies[-1]["response"])
+        return sum(_tokens_of(body) for body in bodies)
+    return _tokens_of(json.loads(text))
 
 
-def num_complete(body) -> int:
-    if "type" in body:
-        return num_complete(body["response"]) if body["type"] == "response.completed" else 0
+def _tokens_of(body) -> int:
     if "output" in body:
         found = body["output"][0]["content"][0]["logprobs"]
-    else:
-        found = body["choices"][0]["logprobs"] or {}
-        if "tokens" in found:
-            return sum(len(top) == NUM_TOP + 1 for top in found["top_logprobs"])
-        found = found.get("content", ())
-    return sum(len(entry["top_logprobs"]) == NUM_TOP for entry in found)
+        return sum(len(entry["top_logprobs"]) == NUM_TOP for entry in found)
+    logprobs = body["choices"][0]["logprobs"] or {}
+    if "tokens" in logprobs:
+        return sum(len(top) == NUM_TOP + 1 for top in logprobs["top_logprobs"])
+    return sum(len(entry["top_logprobs"]) == NUM_TOP for entry in logprobs.get("content", ()))
 
 
 @pytest.mark.slow
