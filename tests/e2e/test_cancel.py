@@ -69,15 +69,3 @@ async def test_closed_http_connections_free_the_workers(cluster, stream, size):
     async with AsyncClient(cluster.grpc) as client:
         states = [(await client.get_session(name))[0].state for name in names]
     assert states == [SessionState.DETACHED] * len(names)  # none has run to its end
-
-
-async def test_deadline_of_a_call_ends_it(cluster):
-    async with grpc.aio.insecure_channel(cluster.grpc) as channel:
-        call = pb_grpc.GenerationServiceStub(channel).Generate(
-            pb.GenerateRequest(text="import ", **SLOW), timeout=0.5
-        )
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in call:
-                pass
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await asyncio.to_thread(cluster.wait_until_idle)

@@ -8,7 +8,7 @@ import openai
 
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.http.server.app import create_app
-from tests.support.openapi_helpers import document, validator
+from tests.support.openapi_helpers import check_answer, document, validator
 
 PATH = "/v1/responses"
 
@@ -60,6 +60,5 @@ async def events(backend, **body) -> list[dict]:
 
 def check_response(answer: httpx.Response) -> dict:
     assert answer.status_code == 200, answer.text
-    content = document()["paths"][PATH]["post"]["responses"]["200"]["content"]
-    validator(content["application/json"]["schema"]).validate(answer.json())
+    check_answer(PATH, answer.json())
     return answer.json()

@@ -258,3 +258,25 @@ def plan_text(plan: CallPlan, calls: Iterable[tuple[str, str]]) -> str:
     if plan.form.family is CallFamily.MISTRAL:
         return f"[{', '.join(objects)}]"
     return "; ".join(objects)
+
+
+def joined(choices: Iterable[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]], list[str]]:
+    """Return the text and the calls that a client makes of a stream's choices, and the finish reasons."""
+    text, calls, reasons = "", [], []
+    for choice in choices:
+        delta = choice["delta"]
+        text += delta.get("content") or ""
+        for piece in delta.get("tool_calls", ()):
+            if piece["index"] == len(calls):
+                assert set(piece) == {"index", "id", "type", "function"}
+                assert piece["function"]["arguments"] == ""
+                own = {name: value for name, value in piece.items() if name != "index"}
+                calls.append({**own, "function": dict(piece["function"])})
+            else:
+                assert piece["index"] == len(calls) - 1
+                assert set(piece) == {"index", "function"}
+                assert set(piece["function"]) == {"arguments"}
+                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+        if choice["finish_reason"]:
+            reasons.append(choice["finish_reason"])
+    return text, calls, reasons

@@ -17,16 +17,8 @@ SETTINGS = ScalingSettings(orchestrator_load=10)
 @pytest.mark.parametrize(
     ("num_requests", "now", "wanted"),
     [
-        (0, 1, 1),
-        (10, 1, 1),
-        (11, 1, 2),
-        (45, 1, 5),
-        (45, 5, 5),
-        (29, 5, 5),
-        (28, 5, 4),
-        (0, 5, 4),
-        (8, 2, 2),
-        (7, 2, 1),
+        *((0, 1, 1), (10, 1, 1), (11, 1, 2), (45, 1, 5), (45, 5, 5)),
+        *((29, 5, 5), (28, 5, 4), (0, 5, 4), (8, 2, 2), (7, 2, 1)),
     ],
 )
 def test_number_follows_the_requests_with_a_dead_band(num_requests, now, wanted):

@@ -1,6 +1,7 @@
 """Admission: bounded, fair between tenants, and without leftover state however a wait ends."""
 
 import asyncio
+import math
 import random
 import time
 
@@ -21,9 +22,7 @@ class Requests:
 
     def __init__(self, capacity=1, max_waiting=100, max_wait_s=30.0, tenant_capacity=None):
         self.admission = Admission(capacity, max_waiting, max_wait_s, tenant_capacity)
-        self.served = []
-        self.refused = []
-        self.ends = []
+        self.served, self.refused, self.ends = [], [], []
 
     async def ask(self, name, tenant="", **fields):
         task = asyncio.create_task(self.run(name, Caller(tenant, **fields)))
@@ -94,24 +93,19 @@ async def test_full_queue_rejects_a_request_of_the_longest_queue():
     assert requests.served == ["a0", "b0", "a1", "a2"]
 
 
-async def test_wait_is_bounded():
-    requests = Requests(max_wait_s=0.05)
+@pytest.mark.parametrize(
+    ("max_wait_s", "left_s", "error"),
+    [
+        (0.05, math.inf, ResourceExhaustedError),
+        (30.0, 0.05, DeadlineExceededError),
+        (30.0, -1.0, DeadlineExceededError),
+    ],
+)
+async def test_wait_is_bounded_and_ends_at_the_deadline_of_the_caller(max_wait_s, left_s, error):
+    requests = Requests(max_wait_s=max_wait_s)
     await requests.ask("1")
-    await asyncio.wait_for(await requests.ask("2"), 5)
-    ((name, error),) = requests.refused
-    assert (name, type(error)) == ("2", ResourceExhaustedError)
-    await requests.end_all()
-
-
-async def test_deadline_of_the_caller_ends_the_wait():
-    requests = Requests()
-    await requests.ask("1")
-    await asyncio.wait_for(await requests.ask("2", deadline=time.monotonic() + 0.05), 5)
-    await requests.ask("3", deadline=time.monotonic() - 1)
-    assert [(name, type(error)) for name, error in requests.refused] == [
-        ("2", DeadlineExceededError),
-        ("3", DeadlineExceededError),
-    ]
+    await asyncio.wait_for(await requests.ask("2", deadline=time.monotonic() + left_s), 5)
+    assert [(name, type(refusal)) for name, refusal in requests.refused] == [("2", error)]
     await requests.end_all()
 
 

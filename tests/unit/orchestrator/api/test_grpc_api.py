@@ -4,7 +4,6 @@ import grpc
 import pytest
 
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError
-from gammaray.types import FinishReason
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import chunk_from_proto
 from orchestrator.api.grpc_handlers import Unread
@@ -32,13 +31,6 @@ async def test_generate_returns_thousands_of_prompt_logprobs():
     assert reported.logprobs[-1] == -(len(prompt) - 1) / 10
 
 
-async def test_generate_yields_chunks_and_leaves_the_status_alone():
-    chunks, context = await generate(ScriptedBackend(), text="x")
-    assert "".join(chunk.text for chunk in chunks) == "café"
-    assert chunks[-1].finish_reason is FinishReason.STOP
-    assert (context.code, context.trailers) == (None, [])
-
-
 async def test_generate_bad_field_is_named_in_the_details():
     chunks, context = await generate(ScriptedBackend(), text="x", sampling={"top_p": 0.0})
     assert chunks == []
@@ -49,13 +41,10 @@ async def test_generate_bad_field_is_named_in_the_details():
 
 
 async def test_generate_unparsable_request_is_rejected():
-    context = Context()
+    context, servicer = Context(), GenerationServicer(ScriptedBackend())
     request = Unread(pb.GenerateRequest.DESCRIPTOR.full_name, b"\x12\x02\xff\xfe")
-    assert [
-        response async for response in GenerationServicer(ScriptedBackend()).generate(request, context)
-    ] == []
-    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert context.error.field == "request"
+    assert [response async for response in servicer.generate(request, context)] == []
+    assert (context.code, context.error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "request")
 
 
 async def test_generate_error_details_fit_the_header_limit():
@@ -81,11 +70,3 @@ async def test_generate_failing_midway_keeps_earlier_chunks(error, code):
     assert [chunk.text for chunk in chunks] == ["caf"]
     assert context.code is code
     assert "secret" not in context.details
-
-
-async def test_closed_call_ends_the_generation():
-    backend = ScriptedBackend()
-    responses = GenerationServicer(backend).generate(pb.GenerateRequest(text="x"), Context())
-    await anext(responses)
-    await responses.aclose()
-    assert backend.num_open == 0

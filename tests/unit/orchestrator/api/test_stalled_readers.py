@@ -3,13 +3,11 @@
 import asyncio
 import contextlib
 import json
-import time
 
 import grpc
 import pytest
 import uvicorn
 
-from gammaray.errors import UnavailableError
 from gammaray.types import EmittedToken, FinishReason, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import generation_service_pb2_grpc as rpc
@@ -21,6 +19,7 @@ from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.stalls import while_read
 from tests.support.surface_helpers import ScriptedBackend
+from tests.support.workers.scripted_workers import until
 
 TEXT = "x" * 2**16
 WAIT_S = 30.0
@@ -55,32 +54,6 @@ def short_timeout(monkeypatch):
 async def read_all(call):
     while await call.read() is not grpc.aio.EOF:
         pass
-
-
-async def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
-async def test_generation_that_is_not_read_is_closed_and_a_late_reader_is_told():
-    ended = []
-
-    async def generation():
-        try:
-            for number in range(3):
-                yield number
-        finally:
-            await asyncio.sleep(0)
-            ended.append(True)
-
-    pieces = while_read(generation())
-    assert await anext(pieces) == 0
-    await until(lambda: ended)
-    with pytest.raises(UnavailableError, match="not read"):
-        await anext(pieces)
-    assert [number async for number in while_read(generation())] == [0, 1, 2]
 
 
 async def test_generation_that_takes_long_between_pieces_is_not_ended():

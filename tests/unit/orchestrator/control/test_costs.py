@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gammaray.blocks import Shape, VerifyTiming
-from orchestrator.control.costs import HOLD, CostModel
+from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma
 from tests.support.control_simulation import UNIT_S, Lone, World, crowd, drive, make_cycle
 
@@ -42,15 +42,6 @@ def test_costs_learn_what_catching_up_takes():
     costs = played(World(catch_up=2.0, spikes=0.0), 900)
     assert 0.5 * 2.0 * UNIT_S < costs.catch_up_s < 1.5 * 2.0 * UNIT_S
     assert played(World(catch_up=0.0, spikes=0.0), 900).catch_up_s < 0.2 * UNIT_S
-
-
-def test_costs_of_a_plain_cycle_follow_from_proposals_of_different_lengths():
-    world, costs, session = World(spikes=0.0), CostModel(random.Random(1)), Lone(random.Random(1))
-    for index in range(10 * HOLD):
-        cycle, _ = session.cycle(world, Shape((1, 6)[index % 2]), is_first=index == 0)
-        costs.observe(cycle, was_plain=False)
-    found = costs.plain_cycle_s
-    assert found is None or found == pytest.approx(world.cycle_s(Shape(0)) * UNIT_S, rel=0.4)
 
 
 def test_costs_learn_nothing_from_prefills_and_dead_drafters():

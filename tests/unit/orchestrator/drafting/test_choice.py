@@ -56,14 +56,11 @@ def choice_of(texts, readiness=Readiness.READY, allowed=MODEL, seed=1, costs=Non
 def play(choice, num_cycles, *, model_alpha=0.0, text_alpha=0.0, prediction_alpha=None, world=None, seed=1):
     """Run cycles; a match takes no draft. Return the shapes."""
     rng, world, shapes = random.Random(seed), world or World(spikes=0.0, noise=0.1), []
+    alphas = {MODEL: model_alpha, PREDICTION: text_alpha if prediction_alpha is None else prediction_alpha}
     for index in range(num_cycles):
         shape = choice.next_shape()
         is_text = shape.drafter is not MODEL
-        by_kind = {
-            MODEL: model_alpha,
-            PREDICTION: text_alpha if prediction_alpha is None else prediction_alpha,
-        }
-        alpha, levels = by_kind.get(shape.drafter, text_alpha), []
+        alpha, levels = alphas.get(shape.drafter, text_alpha), []
         for _ in range(shape.depth):
             is_accepted = rng.random() < alpha
             levels.append((1, 0 if is_accepted else -1))
@@ -83,10 +80,20 @@ def share(shapes, kind):
     return sum(shape.depth > 0 and shape.drafter is kind for shape in shapes) / len(shapes)
 
 
-def test_matches_are_preferred_when_they_are_accepted_as_often_as_a_draft():
-    shapes = play(choice_of([Finds()]), 400, model_alpha=0.7, text_alpha=0.9)[200:]
-    assert share(shapes, SUFFIX) > 0.8
-    assert max(shape.depth for shape in shapes) == TEXT_DEPTH
+DEAR = World(spikes=0.0, per_token=0.2, draft=0.3)
+
+
+@pytest.mark.parametrize(
+    ("model_alpha", "text_alpha", "world", "preferred"),
+    [(0.7, 0.9, None, {SUFFIX}), (0.9, 0.05, None, {MODEL}), (0.05, 0.02, DEAR, set())],
+    ids=["matches", "the model", "nothing"],
+)
+def test_drafter_that_is_accepted_at_less_cost_is_preferred(model_alpha, text_alpha, world, preferred):
+    choice = choice_of([Finds()])
+    shapes = play(choice, 600, model_alpha=model_alpha, text_alpha=text_alpha, world=world)[300:]
+    assert {kind for kind in (MODEL, SUFFIX) if share(shapes, kind) > 0.8} == preferred
+    assert preferred or share(shapes, MODEL) + share(shapes, SUFFIX) < 0.2
+    assert preferred != {SUFFIX} or max(shape.depth for shape in shapes) == TEXT_DEPTH
 
 
 def test_matches_end_where_further_rows_cost_more():
@@ -108,17 +115,6 @@ def test_matches_end_where_further_rows_cost_more():
         costs.renew()
         depths.append(controller.next_shape(found).depth)
     assert sum(depths) / len(depths) < 4.5
-
-
-def test_draft_model_is_preferred_to_matches_that_are_rejected():
-    shapes = play(choice_of([Finds()]), 400, model_alpha=0.9, text_alpha=0.05)[200:]
-    assert share(shapes, MODEL) > 0.8
-
-
-def test_nothing_is_proposed_when_neither_is_accepted():
-    world = World(spikes=0.0, per_token=0.2, draft=0.3)
-    shapes = play(choice_of([Finds()]), 600, model_alpha=0.05, text_alpha=0.02, world=world)[300:]
-    assert share(shapes, MODEL) + share(shapes, SUFFIX) < 0.2
 
 
 @pytest.mark.parametrize(("others", "least", "most"), [(0.0, 0.0, 0.2), (1.0, 0.8, 1.0)])
@@ -205,27 +201,14 @@ async def test_proposal_is_that_of_the_named_drafter_within_the_depth(kind):
     assert await drafter.propose(session, Shape(2, drafter=DrafterKind.GRAMMAR)) == Proposal()
 
 
-@pytest.mark.parametrize(
-    ("has_head", "emitted", "expected"),
-    [(False, 0, Readiness.ABSENT), (True, 0, Readiness.READING), (True, 1, Readiness.READY)],
-)
-def test_head_is_ready_once_the_target_has_read_the_prompt(has_head, emitted, expected):
-    session = make_session()
-    session.has_head = has_head
-    session.token_ids += [1] * emitted
-    assert TargetHead().prepare(session) is expected
-
-
-def test_head_and_matches_compete():
-    costs = CostModel(random.Random(1))
-    session = make_session()
+def test_head_drafts_once_the_target_has_read_the_prompt():
+    session, head = make_session(), TargetHead()
+    assert head.prepare(session) is Readiness.ABSENT
     session.has_head = True
+    assert head.prepare(session) is Readiness.READING
     session.token_ids.append(1)
-    drafter = SessionDrafter(TargetHead(), [Finds()], TEXT_DEPTH)
-    choice = DrafterChoice(session, drafter, AdaptiveGamma(8, costs, max_match=TEXT_DEPTH))
-    assert choice.next_shape().drafter in (DrafterKind.HEAD, SUFFIX)
-    drafter = SessionDrafter(TargetHead(), [Finds()], TEXT_DEPTH, fixed=3)
-    fixed = DrafterChoice(session, drafter, FixedGamma(3, costs))
+    drafter = SessionDrafter(head, [Finds()], TEXT_DEPTH, fixed=3)
+    fixed = DrafterChoice(session, drafter, FixedGamma(3, CostModel()))
     assert (fixed.next_shape().depth, fixed.next_shape().drafter) == (3, DrafterKind.HEAD)
     session.has_head = False  # the session has moved to a worker without one
     assert fixed.next_shape().drafter is SUFFIX

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.drafting.suffix_index import (
     LENGTH_FACTOR,
     LEVELS,
@@ -16,6 +17,7 @@ from orchestrator.drafting.suffix_index import (
     Context,
     SuffixIndex,
 )
+from tests.support.cycle_helpers import make_session
 
 BLOCK = 1024
 
@@ -88,12 +90,14 @@ def test_index_agrees_with_brute_force_on_other_text(text, context, depth):
 
 @given(st.lists(st.integers(0, 3), max_size=200), st.integers(0, 12), st.randoms(use_true_random=False))
 def test_index_agrees_with_brute_force_as_it_grows(tokens, depth, chance):
-    index, end = SuffixIndex(), 0
+    index, end, drafter, session = SuffixIndex(), 0, SuffixDrafter(), make_session()
     while end < len(tokens):
         size = chance.choice((1, 2, 5, 60, 90))
         index.extend(tokens[end : end + size])
         end = min(len(tokens), end + size)
         assert found_in(index, index.context, depth) == slow_look_up(tokens[:end], tokens[:end], depth)
+        session.token_ids = tokens[:end]
+        assert drafter.look_up(session, depth) == index.look_up(index.context, depth)
 
 
 @pytest.mark.parametrize("sizes", [[1], [5000], [47, 48, 49, 1], [1023, 1, 1024, 1025]])
@@ -111,16 +115,6 @@ def test_index_of_several_blocks_agrees_with_brute_force(sizes):
     for at in chance.sample(range(70, len(text)), 40):
         context = Context.of(text[at - 70 : at])
         assert found_in(index, context, 8) == slow_look_up(text, text[at - 70 : at], 8)
-
-
-def test_context_of_tokens_equals_that_of_an_index_that_ends_with_them():
-    chance = random.Random(6)
-    text = [chance.randrange(2**31) for _ in range(300)]
-    for end in (0, 1, 2, 31, 32, 33, 64, 65, 300):
-        index, bulk = SuffixIndex(), index_of(text[:end])
-        for token_id in text[:end]:
-            index.extend([token_id])
-        assert Context.of(text[:end]) == index.context == bulk.context
 
 
 def test_dropped_blocks_are_not_found_and_the_rest_is():

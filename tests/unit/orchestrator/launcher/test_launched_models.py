@@ -22,13 +22,8 @@ def test_gguf_file_is_refused_by_its_setting_with_the_command_that_converts_it(t
 
 
 def test_target_without_a_draft_has_no_draft_workers_and_a_note(monkeypatch):
-    for line, count in (
-        ("--target x", 0),
-        ("--target x --draft y", 1),
-        ("--target x --draft-workers 2", 2),
-        ("--target demo", 1),
-        ("", 1),
-    ):
+    own = [("--target x", 0), ("--target x --draft y", 1), ("--target x --draft-workers 2", 2)]
+    for line, count in (*own, ("--target demo", 1), ("", 1)):
         assert parse_options(line.split()).cluster.draft_workers == PoolSize(count), line
     monkeypatch.setenv("GAMMARAY_TARGET", "x")
     assert parse_options([]).cluster.draft_workers == PoolSize(0)
@@ -51,13 +46,14 @@ def test_head_replaces_draft_workers_and_must_exist(tmp_path):
         check_drafting_head(str(tmp_path / "absent"))
 
 
+ORDINARY, OWN = "an ordinary draft model", "one of demo's vocabulary"
+
+
 @pytest.mark.parametrize(
     ("draft", "words"),
     [
-        ("early-exit:2", "an ordinary draft model with the engine vllm"),
-        ({"draft_vocab_size": 50}, "an ordinary draft model with the engine vllm"),
-        ({"pard_token": 5}, "an ordinary draft model with the engine vllm"),
-        ({"vocab_size": 96}, "one of demo's vocabulary with the engine vllm"),
+        *(("early-exit:2", ORDINARY), ({"draft_vocab_size": 50}, ORDINARY), ({"pard_token": 5}, ORDINARY)),
+        ({"vocab_size": 96}, OWN),
     ],
     ids=str,
 )
@@ -66,7 +62,7 @@ def test_drafts_that_vllm_does_not_serve_are_refused_before_the_cluster_starts(t
         stored = json.loads((Path(resolve_model("demo", "draft")) / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**stored, **draft}))
         draft = str(tmp_path)
-    with pytest.raises(InvalidArgumentError, match=f"draft: got .*{words}"):
+    with pytest.raises(InvalidArgumentError, match=f"draft: got .*{words} with the engine vllm"):
         check_models("demo", draft, "vllm")
     check_models("demo", draft)
 

@@ -79,28 +79,23 @@ def test_settings_reach_the_roles_that_have_them(settings, name, roles):
     assert name not in own["orchestrator"]
 
 
-def modules_at_the_refusal(*arguments):
-    """Return what the launcher has imported when it refuses a command line, and its exit status."""
-    script = (
-        # The launcher keeps standard output for its announcement.
-        "import json, os, sys\nout = os.fdopen(os.dup(1), 'w')\n"
-        "from orchestrator.launcher.cluster import main\n"
-        f"status = main({list(arguments)!r})\n"
-        "print(json.dumps([status, sorted(sys.modules)]), file=out)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, cwd=ROOT, check=True
-    )
-    status, names = json.loads(done.stdout)
-    return status, set(names), done.stderr
+REFUSED = """
+import json, os, sys
+out = os.fdopen(os.dup(1), "w")  # the launcher keeps standard output for its announcement
+from orchestrator.launcher.cluster import main
+status = main(["--dtype", "bfloat16", "--deterministic"])
+print(json.dumps([status, sorted(sys.modules)]), file=out)
+"""
 
 
 def test_launcher_refuses_before_anything_slow_is_imported():
-    status, modules, printed = modules_at_the_refusal("--dtype", "bfloat16", "--deterministic")
+    command = [sys.executable, "-c", REFUSED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=True)
+    status, modules = json.loads(done.stdout)
     assert status == 2
-    assert printed.startswith("gammaray: ")
-    assert printed.count("\n") == 1
-    assert not modules & {"ray", "torch", "transformers", "fastapi", "redis"}
+    assert done.stderr.startswith("gammaray: ")
+    assert done.stderr.count("\n") == 1
+    assert not {"ray", "torch", "transformers", "fastapi", "redis"}.intersection(modules)
 
 
 @pytest.mark.parametrize(

@@ -25,22 +25,11 @@ ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, Toke
 
 def cycle(origins, *, drafted=4, tested=3, is_first=False, timing=None, **fields):
     values = {
-        "gamma": 5,
-        "num_drafted": drafted,
-        "num_tested": tested,
-        "num_accepted": origins.count(ACCEPTED),
-        "token_ids": tuple(range(len(origins))),
-        "origins": origins,
-        "logprobs": (),
-        "text": "",
-        "finish_reason": None,
-        "draft_s": 0.001,
-        "verify_s": 0.004,
-        "total_s": 0.006,
-        "is_first": is_first,
-        "draft_failed": False,
+        **{"gamma": 5, "num_drafted": drafted, "num_tested": tested, "num_accepted": origins.count(ACCEPTED)},
+        **{"token_ids": tuple(range(len(origins))), "origins": origins, "logprobs": (), "text": ""},
+        **{"draft_s": 0.001, "verify_s": 0.004, "total_s": 0.006, "is_first": is_first, "timing": timing},
+        **{"finish_reason": None, "draft_failed": False},
         "drafter": DrafterKind.MODEL if drafted else DrafterKind.NONE,
-        "timing": timing,
     }
     return Cycle(**{**values, **fields})
 
@@ -64,7 +53,9 @@ def test_cycle_counters_equal_the_summary_of_the_client():
     meter.cycle(cycle((ACCEPTED,) * 4 + (BONUS,), tested=4), 0.003)
     meter.cycle(cycle((BONUS,), drafted=0, tested=0, is_fallback=True), 0.003)
     found = samples(meter)
-    assert (meter.totals.drafts, meter.totals.draft_tokens) == (2, 8)
+    totals = meter.totals
+    assert (totals.cycles, totals.drafts, totals.draft_tokens, totals.tested_tokens) == (3, 2, 8, 7)
+    assert (totals.accepted_tokens, totals.emitted_tokens, totals.gamma_sum) == (6, 9, 15)
     assert found["spec_decode.num_tested_tokens",] == 7
     assert found["spec_decode.num_accepted_tokens",] == 6
     assert meter.accepted_per_position == (2, 2, 1, 1)
@@ -89,8 +80,9 @@ def test_first_cycles_are_not_compared_with_plain_decoding():
     meter.cycle(cycle((ACCEPTED, BONUS), is_first=True), 0.005)
     meter.cycle(cycle((ACCEPTED, BONUS)), 0.005)
     meter.cycle(cycle((ACCEPTED, BONUS)), None)
-    found = samples(meter)
+    found, totals = samples(meter), meter.totals
     assert (found["decode.time",], found["decode.plain_time",]) == (0.006, 0.01)
+    assert (totals.decode_us, totals.plain_us) == (6000, 10_000)
 
 
 @pytest.mark.parametrize(
@@ -117,32 +109,25 @@ def chunk(num_tokens, finish_reason=None):
     return Chunk("s", "", tokens, finish_reason=finish_reason, usage=usage)
 
 
-class Service:
-    """Streams given chunks, and then fails if requested."""
-
-    def __init__(self, *chunks, error=None):
-        self.meter, self.chunks, self.error = OrchestratorMeter(), chunks, error
-
-    async def generate(self, request):
-        with self.meter.request(request) as meter:
-            for piece in self.chunks:
-                await asyncio.sleep(0.01)
-                meter.deliver(piece)
-                yield piece
-            if self.error is not None:
-                raise self.error
+async def served(meter, *chunks, error=None):
+    """Stream chunks, and then fail if requested."""
+    with meter.request(GenerationRequest("Hi")) as request:
+        for piece in chunks:
+            await asyncio.sleep(0.01)
+            request.deliver(piece)
+            yield piece
+        if error is not None:
+            raise error
 
 
-REQUEST = GenerationRequest("Hi")
 LENGTH = FinishReason.LENGTH
 
 
 async def test_request_has_its_latencies():
-    service, began = Service(chunk(1), chunk(2), chunk(3, LENGTH)), time.perf_counter()
-    async for _ in service.generate(REQUEST):
-        pass
+    meter, began = OrchestratorMeter(), time.perf_counter()
+    assert len([piece async for piece in served(meter, chunk(1), chunk(2), chunk(3, LENGTH))]) == 3
     elapsed_s = time.perf_counter() - began
-    found = samples(service.meter)
+    found = samples(meter)
     assert found["requests", "length"] == 1
     assert found["prompt.tokens",] == 7
     num_first, first_s = found["time_to_first_token",]
@@ -166,33 +151,22 @@ async def test_request_has_its_latencies():
 )
 async def test_failures_are_counted_and_logged_by_their_kind(error, outcome, caplog):
     caplog.set_level("INFO", "ray.serve")
-    service = Service(chunk(1), error=error)
+    meter = OrchestratorMeter()
     with pytest.raises(type(error)):
-        async for _ in service.generate(REQUEST):
-            pass
-    found = samples(service.meter)
+        [piece async for piece in served(meter, chunk(1), error=error)]
+    found = samples(meter)
     assert found["requests", outcome] == 1
     assert [record.getMessage().split()[:2] for record in caplog.records] == [["COMPLETION", outcome]]
     assert found["request.duration",] == (0, 0.0)
-    assert service.meter.totals.requests == 1
-    assert service.meter.totals.failed_requests == (outcome != "cancelled")
+    assert meter.totals.requests == 1
+    assert meter.totals.failed_requests == (outcome != "cancelled")
 
 
 @pytest.mark.parametrize(("num_read", "outcome"), [(1, "cancelled"), (2, "length")])
 async def test_client_that_disconnects_early_counts_as_cancelled(num_read, outcome):
-    service = Service(chunk(1), chunk(1, LENGTH), chunk(0))
-    chunks = service.generate(REQUEST)
+    meter = OrchestratorMeter()
+    chunks = served(meter, chunk(1), chunk(1, LENGTH), chunk(0))
     for _ in range(num_read):
         await anext(chunks)
     await chunks.aclose()
-    assert samples(service.meter)["requests", outcome] == 1
-
-
-def test_totals_are_the_counters():
-    meter = OrchestratorMeter()
-    for _ in range(3):
-        meter.cycle(cycle((ACCEPTED, CORRECTION), tested=2), 0.003)
-    totals = meter.totals
-    assert (totals.cycles, totals.drafts, totals.draft_tokens, totals.tested_tokens) == (3, 3, 12, 6)
-    assert (totals.accepted_tokens, totals.emitted_tokens, totals.gamma_sum) == (3, 6, 15)
-    assert (totals.decode_us, totals.plain_us) == (18_000, 18_000)
+    assert samples(meter)["requests", outcome] == 1

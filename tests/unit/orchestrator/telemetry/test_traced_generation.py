@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -37,28 +38,19 @@ def cycle():
     )
 
 
-class Generation:
-    """One generation with a single cycle, and then an unfinished one if it fails.
-
-    Attributes:
-        spans: What was exported.
-        block: The first block to the target worker.
-    """
-
-    def __init__(self):
-        self._exporter, ids = InMemorySpanExporter(), SpanIds()
-        provider = TracerProvider(id_generator=ids, shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        telemetry = SimpleNamespace(tracer=provider.get_tracer("test"), span_ids=ids)
-        self._tracing = Tracing(telemetry, None, "demo")
-        self.block = VerifyBlock()
-
-    async def run(self, caller, error=None):
-        background = BackgroundTasks(logging.getLogger(__name__), "the log could not be written")
-        async with self._tracing.request(GenerationRequest("Hi"), caller) as span:
-            log = self._tracing.cycle_log(session(), span, background, is_stored=False)
+async def generation(caller, error=None):
+    """Return the spans and the first block to the target of a cycle, and of an unfinished one if it fails."""
+    exporter, ids, block = InMemorySpanExporter(), SpanIds(), VerifyBlock()
+    provider = TracerProvider(id_generator=ids, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    telemetry = SimpleNamespace(tracer=provider.get_tracer("test"), span_ids=ids)
+    tracing = Tracing(telemetry, None, "demo")
+    background = BackgroundTasks(logging.getLogger(__name__), "the log could not be written")
+    with pytest.raises(type(error)) if error is not None else nullcontext():
+        async with tracing.request(GenerationRequest("Hi"), caller) as span:
+            log = tracing.cycle_log(session(), span, background, is_stored=False)
             call = log.call("target", "h:1")
-            call.sent(self.block)
+            call.sent(block)
             call.answered(None)
             log.observe(cycle())
             log.stored()
@@ -68,44 +60,22 @@ class Generation:
             await background.settled()
             if error is not None:
                 raise error
-
-    @property
-    def spans(self):
-        return self._exporter.get_finished_spans()
-
-
-async def test_sampled_generation_is_one_trace_below_the_caller():
-    generation = Generation()
-    await generation.run(Caller(traceparent=f"{CALLER}1"))
-    spans = {span.name: span for span in generation.spans}
-    assert set(spans) == {
-        *(t.SPAN_GENERATE, t.SPAN_OPEN, t.SPAN_CYCLE, t.SPAN_PROPOSE, t.SPAN_VERIFY, t.SPAN_COMMIT),
-    }
-    assert {f"{span.context.trace_id:032x}" for span in generation.spans} == {CALLER[3:35]}
-    assert f"{spans[t.SPAN_GENERATE].parent.span_id:016x}" == CALLER[36:52]
-    verify = spans[t.SPAN_VERIFY].context
-    assert generation.block.trace.traceparent == f"00-{verify.trace_id:032x}-{verify.span_id:016x}-01"
-    assert spans[t.SPAN_GENERATE].attributes[t.CYCLES] == 1
-    assert spans[t.SPAN_CYCLE].attributes[t.EMITTED] == 1
+    return exporter.get_finished_spans(), block
 
 
 async def test_generation_that_is_not_sampled_has_no_span_and_sends_no_context():
-    generation = Generation()
-    await generation.run(Caller(traceparent=f"{CALLER}0"))
-    assert generation.spans == ()
-    assert generation.block.trace.traceparent == ""
+    spans, block = await generation(Caller(traceparent=f"{CALLER}0"))
+    assert (spans, block.trace.traceparent) == ((), "")
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("lost"), asyncio.CancelledError()], ids=["failed", "cancelled"]
 )
 async def test_unfinished_cycle_is_a_span_with_its_error(error):
-    generation = Generation()
-    with pytest.raises(type(error)):
-        await generation.run(Caller(traceparent=f"{CALLER}1"), error)
+    spans, _ = await generation(Caller(traceparent=f"{CALLER}1"), error)
     name = "RuntimeError" if isinstance(error, RuntimeError) else None
-    cycles = [span.attributes for span in generation.spans if span.name == t.SPAN_CYCLE]
+    cycles = [span.attributes for span in spans if span.name == t.SPAN_CYCLE]
     assert {one[t.CYCLE_INDEX]: one.get(t.ERROR_TYPE) for one in cycles} == {0: None, 1: name}
-    (root,) = (span for span in generation.spans if span.name == t.SPAN_GENERATE)
+    (root,) = (span for span in spans if span.name == t.SPAN_GENERATE)
     assert root.attributes.get(t.ERROR_TYPE) == name
     assert root.attributes.get(t.FINISH_REASONS) == (None if name else ("cancelled",))

@@ -43,23 +43,18 @@ def byte_level() -> FastTokenizer:
 def sentencepiece() -> FastTokenizer:
     pieces = ["<unk>", "<s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "▁a"]
     vocabulary = {text: number for number, text in enumerate(pieces)}
-    tokenizer = FastTokenizer(
-        models.BPE(
-            vocab=vocabulary, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True, fuse_unk=True
-        )
-    )
+    options = {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
+    tokenizer = FastTokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")], **options))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    as_spaces = decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence([as_spaces, decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
 def unigram() -> FastTokenizer:
     pieces = [("<unk>", 0.0), ("<s>", -1.0), ("▁", -2.0), *((chr(code), -5.0) for code in range(33, 127))]
-    tokenizer = FastTokenizer(
-        models.Unigram([*pieces, ("\n", -5.0), ("é", -5.0), ("\ue000", -5.0)], unk_id=0)
-    )
+    pieces += [("\n", -5.0), ("é", -5.0), ("\ue000", -5.0)]
+    tokenizer = FastTokenizer(models.Unigram(pieces, unk_id=0))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Replace("▁", " ")
     return tokenizer
@@ -84,9 +79,8 @@ def tokenizer(request, tmp_path_factory):
 def encoded(tokenizer: Tokenizer, messages, tools=()) -> tuple[tuple[int, ...], str]:
     calls = plan_calls(tools, ToolChoice("auto"), True, tokenizer)
     prompt = render_messages(messages, tokenizer, calls)
-    return tokenizer.encode_marked(prompt) if prompt.mark else tuple(
-        tokenizer.encode(prompt.text)
-    ), prompt.text
+    found = tokenizer.encode_marked(prompt) if prompt.mark else tuple(tokenizer.encode(prompt.text))
+    return found, prompt.text
 
 
 def controls(tokenizer: Tokenizer, token_ids) -> list[bytes]:
@@ -103,8 +97,7 @@ def written(tokenizer: Tokenizer, token_ids) -> str:
 def test_prompt_has_the_templates_control_tokens_alone(
     tokenizer, system, user, name, key, value, result, described
 ):
-    def conversation(*texts):
-        system, user, name, key, value, result, described = texts
+    def conversation(system, user, name, key, value, result, described):
         called = {"id": "c", "type": "function", "function": {"name": name, "arguments": {key: value}}}
         schema = {"type": "object", "properties": {key: {"description": value}}}
         messages = [
@@ -164,9 +157,8 @@ def test_answers_keep_the_tokens_that_their_text_shows(tokenizer):
 )
 def test_templates_may_change_texts(tmp_path, change, given):
     tokenizer = byte_level()
-    template = (
-        "{%- for message in messages %}{{- '<|im_start|>' + (" + change + ") + '<|im_end|>' }}{%- endfor %}"
-    )
+    marked = "'<|im_start|>' + (" + change + ") + '<|im_end|>'"
+    template = "{%- for message in messages %}{{- " + marked + " }}{%- endfor %}"
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(tmp_path)
     LlamaConfig(vocab_size=tokenizer.get_vocab_size()).save_pretrained(tmp_path)

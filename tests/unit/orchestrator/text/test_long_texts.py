@@ -18,20 +18,8 @@ MAX_BYTES_PER_BYTE = 512
 """docs/security.md"""
 
 PATTERNS = (
-    "a",
-    "/x/ ",
-    "\\/",
-    " ",
-    "\n",
-    "a?",
-    "a\n",
-    "1a",
-    "é",
-    "🙂",
-    "e\u0301",
-    "<|im_end|>",
-    "\x04",
-    "\ud55c",
+    *("a", "/x/ ", "\\/", " ", "\n", "a?", "a\n", "1a", "é", "🙂"),
+    *("e\u0301", "<|im_end|>", "\x04", "\ud55c"),
 )
 
 
@@ -81,25 +69,19 @@ def test_tokenizers_with_code_of_their_own_are_asked_themselves(original):
     assert plain_backend(Changed(tokenizer_object=original.backend_tokenizer)) is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda backend: setattr(backend, "normalizer", normalizers.NFC()),
-        lambda backend: backend.add_special_tokens([AddedToken("<mask>", lstrip=True)]),
-        lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.WhitespaceSplit()),
-        lambda backend: setattr(
-            backend,
-            "pre_tokenizer",
-            pre_tokenizers.Sequence(
-                [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-            ),
-        ),
-    ],
-    ids=["normaliser", "added token", "other splits", "removing split"],
-)
-def test_tokenizers_that_may_drop_text_have_no_least_number(original, change):
+REMOVING = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+CHANGES = {
+    "normaliser": lambda one: setattr(one, "normalizer", normalizers.NFC()),
+    "added token": lambda one: one.add_special_tokens([AddedToken("<mask>", lstrip=True)]),
+    "other splits": lambda one: setattr(one, "pre_tokenizer", pre_tokenizers.WhitespaceSplit()),
+    "removing split": lambda one: setattr(one, "pre_tokenizer", pre_tokenizers.Sequence(REMOVING)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_tokenizers_that_may_drop_text_have_no_least_number(original, name):
     assert spelling_of(original.backend_tokenizer) == (37, b"")
-    change(original.backend_tokenizer)
+    CHANGES[name](original.backend_tokenizer)
     assert spelling_of(original.backend_tokenizer) is None
 
 
@@ -122,13 +104,9 @@ async def test_prompt_that_cannot_fit_is_refused_without_tokenising(tokenizer, m
     request = GenerationRequest("/x/ " * 2**18, sampling=SamplingParams(seed=1))
     with pytest.raises(ContextLengthError, match="prompt: got at least 28340 tokens, allowed: at most 2047"):
         await open_session(request, tokenizer, 2048)
+    request = GenerationRequest("x" * 1000 * 37, sampling=SamplingParams(seed=1))
     with pytest.raises(ContextLengthError, match="at least 2048 tokens"):
-        await open_session(
-            GenerationRequest("x" * 1000 * 37, sampling=SamplingParams(seed=1)),
-            tokenizer,
-            2048,
-            before=(5,) * 1048,
-        )
+        await open_session(request, tokenizer, 2048, before=(5,) * 1048)
 
 
 PROBE = """

@@ -1,22 +1,16 @@
 """Pauses after failures, and how long an answer is waited for; the clock is an argument of the test."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from orchestrator.workers import backoff
 from orchestrator.workers.backoff import MAX_PAUSE_S, PRICE, AdaptiveTimeout, Backoff
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(backoff, "time", clock)
     return clock
 
@@ -38,21 +32,18 @@ def test_backoff_pauses_for_a_multiple_of_what_was_lost_and_doubles(clock):
     assert pauses.ready
 
 
-def test_backoff_has_a_longest_pause(clock):
-    pauses = Backoff()
-    for _ in range(30):
-        clock.now += 2 * MAX_PAUSE_S
-        pauses.failed(1.0)
-    clock.now += MAX_PAUSE_S
-    assert pauses.ready
+MANY, TOGETHER = (30, 2 * MAX_PAUSE_S, 1.0, MAX_PAUSE_S), (8, 0.001, 0.5, 1.05 * PRICE * 0.5)
 
 
-def test_backoff_counts_what_fails_at_the_same_time_once(clock):
+@pytest.mark.parametrize(("count", "apart_s", "lost_s", "pause_s"), [MANY, TOGETHER])
+def test_backoff_has_a_longest_pause_and_counts_what_fails_together_once(
+    clock, count, apart_s, lost_s, pause_s
+):
     pauses = Backoff()
-    for _ in range(8):
-        clock.now += 0.001
-        pauses.failed(0.5)
-    clock.now += 1.05 * PRICE * 0.5
+    for _ in range(count):
+        clock.now += apart_s
+        pauses.failed(lost_s)
+    clock.now += pause_s
     assert pauses.ready
 
 

@@ -12,7 +12,6 @@ from tests.support.http_helpers import call
 from tests.support.openapi_helpers import request_schema, resolved, validator
 from tests.support.surface_helpers import ScriptedBackend
 
-FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -145,107 +144,72 @@ async def test_every_default_may_be_given(path):
         assert answer.status_code == 200, (body, answer.text)
 
 
-OPENAI = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "temperature": 1,
-    "top_p": 1,
-    "stream": False,
-    "user": "u",
+OPENAI = {"temperature": 1, "top_p": 1, "stream": False, "user": "u"}
+PENALTIES = {"frequency_penalty": 0, "presence_penalty": 0}
+SAMPLES = {
+    "n": 1,
+    "logit_bias": {},
+    "stop": None,
+    "seed": None,
+    "stream_options": None,
+    **PENALTIES,
+    **OPENAI,
 }
-COMPLETION = {"n": 1, "logit_bias": {}, "stop": None, "seed": None, "stream_options": None, **OPENAI}
+COMPLETION = {"best_of": 1, "echo": False, "logprobs": None, "max_tokens": 16, "suffix": None, **SAMPLES}
+TOOLS = {"tools": [], "tool_choice": "auto", "metadata": {}, "service_tier": "auto"}
+CHAT = {
+    **{"audio": None, "function_call": "auto", "functions": [], "logprobs": False, "top_logprobs": 0},
+    **{"max_completion_tokens": None, "modalities": ["text"], "prediction": None, "store": False},
+    **{"parallel_tool_calls": True, "response_format": {"type": "text"}, "verbosity": "medium"},
+    **{"web_search_options": None, "prompt_cache_key": None, "safety_identifier": None, **TOOLS, **SAMPLES},
+}
+RESPONSE = {
+    **{"background": False, "conversation": None, "include": [], "instructions": None, "prompt": None},
+    **{"max_output_tokens": None, "max_tool_calls": None, "previous_response_id": None, "store": True},
+    **{"text": {"format": {"type": "text"}, "verbosity": "medium"}, "truncation": "disabled"},
+    **{"top_logprobs": 0, **TOOLS, **OPENAI},
+}
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (
-            "/v1/completions",
-            {**COMPLETION, "best_of": 1, "echo": False, "logprobs": None, "max_tokens": 16, "suffix": None},
-        ),
-        (
-            "/v1/chat/completions",
-            {
-                **{
-                    "audio": None,
-                    "function_call": "auto",
-                    "functions": [],
-                    "logprobs": False,
-                    "top_logprobs": 0,
-                },
-                **{"max_completion_tokens": None, "metadata": {}, "modalities": ["text"], "prediction": None},
-                **{"parallel_tool_calls": True, "response_format": {"type": "text"}, "service_tier": "auto"},
-                **{"store": False, "tools": [], "tool_choice": "auto", "verbosity": "medium", **COMPLETION},
-                **{"web_search_options": None, "prompt_cache_key": None, "safety_identifier": None},
-            },
-        ),
-        (
-            "/v1/responses",
-            {
-                **{"background": False, "conversation": None, "include": [], "instructions": None},
-                **{"max_output_tokens": None, "max_tool_calls": None, "metadata": {}, "prompt": None},
-                **{"previous_response_id": None, "service_tier": "auto", "store": True, "stream": False},
-                **{
-                    "temperature": 1,
-                    "text": {"format": {"type": "text"}, "verbosity": "medium"},
-                    "tools": [],
-                },
-                **{"tool_choice": "auto", "top_logprobs": 0, "top_p": 1, "truncation": "disabled"},
-            },
-        ),
-    ],
-    ids=["completions", "chats", "responses"],
-)
+@pytest.mark.parametrize(("path", "body"), [*zip(BODIES, (COMPLETION, CHAT, RESPONSE), strict=True)])
 async def test_openais_defaults_may_be_given(path, body):
     answer = await call(ScriptedBackend(), path=path, json={**BODIES[path], **body})
     assert answer.status_code == 200, answer.text
+
+
+USER = {"role": "user", "content": "x", "name": None, "tool_calls": None}
+CALL = {"id": "c", "type": None, "function": {"name": "f", "arguments": "{}", "x": None}}
+CALLS = {"role": "assistant", "content": None, "refusal": None, "tool_call_id": None, "tool_calls": [CALL]}
 
 
 @pytest.mark.parametrize(
     ("path", "part", "refused"),
     [
         ("/v1/completions", {"logit_bias": {}, "stop": [], "stop_token_ids": []}, None),
-        ("/v1/completions", {"stream_options": {}, "gammaray": {}, "metadata": {}}, None),
+        ("/v1/completions", {"stream_options": {}, "gammaray": {"gamma": 3, "max_gamma": None}}, None),
+        (
+            "/v1/completions",
+            {"user": {"any": 1}, "best_of": 1, "tools": None, "logit_bias": {"5": -100}},
+            None,
+        ),
         ("/v1/completions", {"prediction": {"type": "content", "content": [], "index": None}}, None),
         ("/v1/completions", {"allowed_token_ids": []}, "allowed_token_ids"),
-        ("/v1/completions", {"structured_outputs": {}}, "structured_outputs"),
-        ("/v1/completions", {"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ("/v1/completions", {"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
-        ("/v1/completions", {"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
-        ("/v1/completions", {"prompt": []}, "prompt"),
-        ("/v1/completions", {"response_format": {}}, "response_format.type"),
         ("/v1/completions", {"min_tokens": 17}, "min_tokens"),
         ("/v1/completions", {"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
         ("/v1/completions", {"min_tokens": 5, "max_tokens": 5}, None),
         ("/v1/completions", {"gammaray": {"gamma": 5, "max_gamma": 4}}, "gammaray.gamma"),
         ("/v1/chat/completions", {"allowed_token_ids": []}, "allowed_token_ids"),
         ("/v1/chat/completions", {"modalities": []}, "modalities"),
-        ("/v1/chat/completions", {"top_logprobs": 1}, "top_logprobs"),
         ("/v1/chat/completions", {"min_tokens": 50, "max_completion_tokens": 5}, "min_tokens"),
         ("/v1/responses", {"allowed_token_ids": []}, "allowed_token_ids"),
         ("/v1/responses", {"min_tokens": 50, "max_output_tokens": 5}, "min_tokens"),
         ("/v1/responses", {"text": {}, "include": [], "tools": [], "reasoning": {}}, None),
-        ("/v1/responses", {"input": []}, "input"),
         (
             "/v1/responses",
-            {"input": [{"type": None, "id": None, "status": None, "role": "user", "content": "x"}]},
+            {"input": [{"role": "user", "content": "x", "type": None, "id": None, "status": None}]},
             None,
         ),
-        (
-            "/v1/chat/completions",
-            {
-                "messages": [
-                    {"role": "user", "content": [], "name": None, "tool_calls": None},
-                    {
-                        **{"role": "assistant", "content": None, "refusal": None, "tool_call_id": None},
-                        "tool_calls": [
-                            {"id": "c", "type": None, "function": {"name": "f", "arguments": "{}", "x": None}}
-                        ],
-                    },
-                ]
-            },
-            None,
-        ),
+        ("/v1/chat/completions", {"messages": [{**USER, "content": []}, CALLS]}, None),
     ],
     ids=str,
 )

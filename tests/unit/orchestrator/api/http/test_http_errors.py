@@ -1,8 +1,5 @@
 """Bad requests to the OpenAI-compatible API: each gets OpenAI's error object, which names the field."""
 
-import json
-
-import httpx
 import pytest
 
 from gammaray.errors import (
@@ -14,18 +11,9 @@ from gammaray.errors import (
     UnavailableError,
 )
 from orchestrator.api.http.bodies import MAX_BODY_BYTES
-from orchestrator.api.http.server.app import create_app
-from tests.support.http_helpers import call
-from tests.support.openapi_helpers import request_schema, validator
+from tests.support.http_helpers import call, complete
+from tests.support.openapi_helpers import check_refused
 from tests.support.surface_helpers import ScriptedBackend
-
-
-async def post(content, path="/v1/completions", backend=None):
-    body = content if isinstance(content, bytes) else json.dumps(content).encode()
-    transport = httpx.ASGITransport(create_app(backend or ScriptedBackend()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        return await client.post(path, content=body, headers={"content-type": "application/json"})
-
 
 # tests/unit/orchestrator/api/http/test_openapi.py has the bounds of each number.
 COMPLETIONS = {
@@ -33,12 +21,10 @@ COMPLETIONS = {
     "empty prompt": ({"prompt": ""}, "prompt"),
     "no prompts": ({"prompt": []}, "prompt"),
     "one empty prompt of two": ({"prompt": ["a", ""]}, "prompt"),
-    "prompt of numbers that are no ids": ({"prompt": [1.5]}, "prompt"),
     "prompt with a lone surrogate": ({"prompt": "\ud800"}, "body"),
     "prompt too long": ({"prompt": "x" * (2**20 + 1)}, "prompt"),
     "temperature NaN": ({"prompt": "x", "temperature": float("nan")}, "temperature"),
     "temperature infinite": ({"prompt": "x", "temperature": float("inf")}, "temperature"),
-    "max_tokens fractional": ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
     "max_tokens twice": ({"prompt": "x", "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
     "n times prompts too large": ({"prompt": ["x", "y"], "n": 65}, "n"),
     "stop empty": ({"prompt": "x", "stop": ""}, "stop"),
@@ -49,7 +35,6 @@ COMPLETIONS = {
     "stop_token_ids negative": ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
     "stop_token_ids too many": ({"prompt": "x", "stop_token_ids": [1] * 4097}, "stop_token_ids"),
     "best_of above one": ({"prompt": "x", "best_of": 2}, "best_of"),
-    "ignore_eos a number": ({"prompt": "x", "ignore_eos": 1}, "ignore_eos"),
     "suffix": ({"prompt": "x", "suffix": "y"}, "suffix"),
     "unknown field": ({"prompt": "x", "temprature": 1}, "temprature"),
     "unknown field of no Unicode": ({"prompt": "x", "\ud800": 1}, "body"),
@@ -62,29 +47,18 @@ COMPLETIONS = {
     "session_id for two": ({"prompt": "x", "n": 2, "gammaray": {"session_id": "a"}}, "gammaray.session_id"),
     "not an object": ([1], "body"),
     "malformed JSON": (b'{"prompt": "x"', "body"),
-    "invalid UTF-8": (b'{"prompt": "\xff"}', "body"),
-    "endless nesting": (b"[" * 100_000, "body"),
-    "an integer of 5000 digits": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "body"),
-    "nothing": (b"", "body"),
 }
 
 
 def predicted(content, **more):
-    return {"prompt": "x", "prediction": {"type": "content", "content": content, **more}}
+    return {"prompt": "x", "prediction": {"type": "content", "content": content} | more}
 
 
 COMPLETIONS |= {
-    "prediction a string": ({"prompt": "x", "prediction": "y"}, "prediction"),
-    "prediction of another type": (
-        {"prompt": "x", "prediction": {"type": "file", "content": "y"}},
-        "prediction",
-    ),
+    "prediction of another type": (predicted("y", type="file"), "prediction"),
     "prediction without content": ({"prompt": "x", "prediction": {"type": "content"}}, "prediction"),
     "prediction with more": (predicted("y", index=1), "prediction"),
-    "prediction of text and image": (
-        predicted([{"type": "text", "text": "y"}, {"type": "image"}]),
-        "prediction",
-    ),
+    "prediction of an image": (predicted([{"type": "text", "text": "y"}, {"type": "image"}]), "prediction"),
     "prediction of surrogates": (predicted("\ud800"), "body"),
     "prediction too long": (predicted("y" * (2**16 + 1)), "prediction"),
     "prediction of many parts": (predicted([{"type": "text", "text": "y" * 2**12}] * 17), "prediction"),
@@ -107,8 +81,6 @@ CHATS = {
     "functions": ({"messages": HI, "functions": [{}]}, "functions"),
     "audio": ({"messages": HI, "modalities": ["audio"]}, "modalities"),
 }
-
-
 BEYOND = (
     *("prompt with a lone surrogate", "prediction of surrogates", "prediction of many parts"),
     *("temperature NaN", "max_tokens twice", "n times prompts too large", "session_id for two"),
@@ -117,60 +89,27 @@ BEYOND = (
 """What the document cannot express."""
 
 
-async def check_refused(path, content, param, is_documented):
-    backend = ScriptedBackend()
-    answer = await post(content, path, backend)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert is_documented is not validator(request_schema(path)).is_valid(content)
-    assert error["message"].startswith(f"{param}: got ")
-    assert "allowed: " in error["message"]
-    assert len(error["message"]) < 500
-    assert backend.num_open == 0
+async def test_bad_request_names_the_field(subtests):
+    for path, table in (("/v1/completions", COMPLETIONS), ("/v1/chat/completions", CHATS)):
+        for name, (body, param) in table.items():
+            with subtests.test(name):
+                await check_refused(path, body, param, name not in BEYOND)
 
 
-async def test_bad_completion_names_the_field(subtests):
-    for name, (content, param) in COMPLETIONS.items():
-        with subtests.test(name):
-            await check_refused("/v1/completions", content, param, name not in BEYOND)
-
-
-async def test_bad_chat_names_the_field(subtests):
-    for name, (content, param) in CHATS.items():
-        with subtests.test(name):
-            await check_refused("/v1/chat/completions", content, param, name not in BEYOND)
-
-
-@pytest.mark.parametrize(
-    "harmless",
-    [
-        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
-        {
-            "user": "u",
-            "store": True,
-            "metadata": {},
-            "service_tier": "auto",
-        },
-        {"tools": None, "functions": None, "audio": None, "temprature": None},
-    ],
-)
-async def test_fields_without_effect_are_ignored(harmless):
-    answer = await post({"messages": HI, **harmless}, "/v1/chat/completions")
+async def test_unknown_field_that_is_null_is_ignored():
+    answer = await complete(ScriptedBackend(), prompt="x", temprature=None)
     assert answer.status_code == 200, answer.text
 
 
 async def test_too_large_body_is_413():
-    answer = await post(b'{"prompt":"' + b"x" * (MAX_BODY_BYTES + 1) + b'"}')
+    answer = await complete(ScriptedBackend(), prompt="x" * (MAX_BODY_BYTES + 1))
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", "/v1/completions", 405)])
 async def test_unknown_path_or_method_is_an_error_object(method, path, status):
-    transport = httpx.ASGITransport(create_app(ScriptedBackend()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        answer = await client.request(method, path)
+    answer = await call(ScriptedBackend(), method, path)
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -193,7 +132,7 @@ async def test_failure_has_its_status(error, status, kind, retry_after, stream):
     def before(request, number):
         raise error
 
-    answer = await post({"prompt": "x", "stream": stream}, backend=ScriptedBackend(before))
+    answer = await complete(ScriptedBackend(before), prompt="x", stream=stream)
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == kind
     assert answer.headers.get("retry-after") == retry_after

@@ -42,10 +42,7 @@ def test_vllm_metrics_are_sums_over_the_orchestrators():
         ("vllm:spec_decode_num_drafts_total", labels): 4,
         ("vllm:spec_decode_num_draft_tokens_total", labels): 14,
         ("vllm:spec_decode_num_accepted_tokens_total", labels): 9,
-        **{
-            (per_position, (*labels, ("position", str(position)))): value
-            for position, value in enumerate((4, 3, 1, 1))
-        },
+        **{(per_position, (*labels, ("position", str(n)))): count for n, count in enumerate((4, 3, 1, 1))},
     }
     assert {kind for name, kind in types.items() if "spec_decode" in name} == {"counter"}
 

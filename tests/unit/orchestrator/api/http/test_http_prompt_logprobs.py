@@ -43,24 +43,17 @@ async def test_echo_with_logprobs_covers_the_prompt_and_then_the_completion():
     assert "prompt_logprobs" not in choice
 
 
-async def test_echo_of_no_tokens_is_the_prompt_alone():
+async def test_echo_of_no_tokens_is_the_prompt_alone_with_logprobs_of_two_numbers():
     backend = ScriptedBackend()
-    answer = await complete(backend, prompt=PROMPT, echo=True, logprobs=1, max_tokens=0)
+    answer = await complete(backend, prompt=PROMPT, echo=True, logprobs=1, prompt_logprobs=0, max_tokens=0)
     check_answer("/v1/completions", answer.json())
     (choice,) = answer.json()["choices"]
+    assert choice["prompt_logprobs"] == [None, {"8": RANKED[1]["8"]}, {"9": RANKED[2]["9"]}]
     assert (choice["text"], choice["finish_reason"]) == ("<7><8><9>", "length")
     assert choice["logprobs"] == LOGPROBS
     assert answer.json()["usage"]["completion_tokens"] == 0
     assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"]
     assert backend.requests[0].max_tokens == 1
-
-
-async def test_prompt_logprobs_and_echo_have_each_their_own_number():
-    body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "prompt_logprobs": 0, "max_tokens": 0}
-    (choice,) = (await complete(ScriptedBackend(), **body)).json()["choices"]
-    assert choice["logprobs"] == LOGPROBS
-    own = [None, {"8": RANKED[1]["8"]}, {"9": RANKED[2]["9"]}]
-    assert choice["prompt_logprobs"] == own
 
 
 async def test_prompt_logprobs_of_a_chat_are_at_the_root_and_computed_once():
@@ -155,8 +148,7 @@ async def test_too_many_prompt_logprobs_in_one_response_are_refused(prompts, ask
 
 
 async def test_choices_of_a_whole_response_count_each():
-    body = {"prompt": [7] * (LENGTH // 64), "n": 128, "prompt_logprobs": 20, "max_tokens": 1}
-    answer = await complete(Long(), **body)
+    body = {"n": 128, "prompt_logprobs": 20, "max_tokens": 1}
+    answer = await complete(Long(), **body, prompt=[7] * (LENGTH // 64))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
-    body = {"prompt": [7] * 50, "n": 128, "prompt_logprobs": 20, "max_tokens": 1}
-    assert len((await complete(Long(), **body)).json()["choices"]) == 128
+    assert len((await complete(Long(), **body, prompt=[7] * 50)).json()["choices"]) == 128

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.http_helpers import CHAT, GAMMARAY, call, events_with_ids
+from tests.support.http_helpers import CHAT, call, events_with_ids
 from tests.support.surface_helpers import ScriptedBackend
 
 WORDS = (b"one ", b"two ", b"three ", b"four")
@@ -13,11 +13,6 @@ CHATS = "/v1/chat/completions"
 
 def backend():
     return ScriptedBackend(pieces=WORDS)
-
-
-def texts(events):
-    choices = [json.loads(data)["choices"] for _, data in events if data != "[DONE]"]
-    return [choice[0].get("text", choice[0].get("delta", {}).get("content")) for choice in choices if choice]
 
 
 async def test_events_carry_session_turn_and_tokens():
@@ -30,9 +25,8 @@ async def test_events_carry_session_turn_and_tokens():
 async def test_events_of_several_choices_cannot_be_resumed_and_have_no_id():
     events = await events_with_ids(backend(), prompt="x", n=2)
     assert {event_id for event_id, _ in events} == {None}
-    answer = await call(
-        backend(), json={"prompt": "x", "n": 2, "stream": True}, headers={"Last-Event-ID": "s0:0:1"}
-    )
+    body = {"prompt": "x", "n": 2, "stream": True}
+    answer = await call(backend(), json=body, headers={"Last-Event-ID": "s0:0:1"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
     assert "2 choices" in answer.json()["error"]["message"]
 
@@ -41,7 +35,7 @@ async def test_events_that_are_not_stored_cannot_be_resumed_and_have_no_id():
     scripted = backend()
     events = await events_with_ids(scripted, prompt="x", store=False)
     assert {event_id for event_id, _ in events} == {None}
-    assert texts(events)[: len(WORDS)] == [word.decode() for word in WORDS]
+    assert [json.loads(data)["choices"][0]["text"].encode() for _, data in events[:-1]] == list(WORDS)
     (request,) = scripted.requests
     assert request.store is False
     for path, body in (("/v1/completions", {"prompt": "x"}), (CHATS, {"messages": CHAT})):
@@ -52,17 +46,14 @@ async def test_events_that_are_not_stored_cannot_be_resumed_and_have_no_id():
         assert "not stored" in error["message"]
 
 
-ECHOED = {"prompt": "x", "logprobs": 0, "echo": True}
-
-
 @pytest.mark.parametrize(
-    "body", [{"prompt": "x", "logprobs": 0}, ECHOED, {"messages": CHAT, "logprobs": True}]
+    "body", [{"prompt": "x", "logprobs": 0, "echo": True}, {"messages": CHAT, "logprobs": True}]
 )
 @pytest.mark.parametrize("seen", [1, 2, 3])
 async def test_resume_sends_the_events_after_the_last_one(body, seen):
     path = CHATS if "messages" in body else "/v1/completions"
     whole = await events_with_ids(backend(), path, **body)
-    resumed, scripted = [], backend()
+    scripted = backend()
     resumed = await events_with_ids(scripted, path, last_id=f"s0:0:{seen}", **body)
     after = [event for event in whole if event[0] == f"s0:0:{seen}"]
     expected = whole[whole.index(after[0]) + 1 :]
@@ -76,22 +67,19 @@ async def test_resume_sends_the_events_after_the_last_one(body, seen):
 
 
 async def test_resume_after_the_end_sends_no_text():
-    events = await events_with_ids(
-        backend(), last_id="s0:0:3:end", prompt="x", stream_options={"include_usage": True}
-    )
+    options = {"include_usage": True}
+    events = await events_with_ids(backend(), last_id="s0:0:3:end", prompt="x", stream_options=options)
     (_, usage), (_, done) = events
     assert json.loads(usage)["choices"] == []
     assert json.loads(usage)["usage"]["completion_tokens"] == 4
-    assert json.loads(usage)["gammaray"]["session_id"] == GAMMARAY["session_id"]
+    assert json.loads(usage)["gammaray"]["session_id"] == "s0"
     assert done == "[DONE]"
-    assert texts(events) == []
 
 
 @pytest.mark.parametrize(
     ("last_id", "fields", "status", "param"),
     [
         ("nonsense", {}, 400, "Last-Event-ID"),
-        ("s:0:1:2", {}, 400, "Last-Event-ID"),
         ("s:0:-1", {}, 400, "Last-Event-ID"),
         ("s:0:1:END", {}, 400, "Last-Event-ID"),
         (":0:1", {}, 400, "Last-Event-ID"),
@@ -121,8 +109,7 @@ async def test_turns_are_for_completions_and_not_for_chats():
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "gammaray.turn")
 
 
-@pytest.mark.parametrize("store", [True, None])
-async def test_completions_are_stored_unless_refused(store):
+async def test_completions_are_stored_unless_refused():
     scripted = backend()
-    assert (await call(scripted, json={"prompt": "x", "store": store})).status_code == 200
+    assert (await call(scripted, json={"prompt": "x", "store": None})).status_code == 200
     assert scripted.requests[0].store is True

@@ -32,45 +32,28 @@ def check_refused(answer, backend, status, name, got):
     assert not any(header.startswith("access-control") for header in answer.headers)
 
 
+OTHER_HOSTS = [
+    *("evil.example:8000", "localhost.evil.example:8000", "evil.example.localhost.evil", "notlocalhost"),
+    *("127.0.0.1.evil.example", "127.0.0.1@evil.example", "[::1].evil.example", "evil.example:localhost", ""),
+]
+
+
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions"), ("GET", "/"), ("GET", "/health")])
 async def test_other_host_is_refused_on_every_path(method, path, subtests):
-    for host in [
-        "evil.example",
-        "evil.example:8000",
-        "localhost.evil.example:8000",
-        "evil.example.localhost.evil",
-        "notlocalhost",
-        "127.0.0.1.evil.example",
-        "127.0.0.1@evil.example",
-        "[::1].evil.example",
-        "evil.example:localhost",
-        "",
-    ]:
-        with subtests.test(str(host)[:80]):
+    for host in OTHER_HOSTS:
+        with subtests.test(host):
             answer, backend = await send(method, path, headers={**JSON, "host": host})
             check_refused(answer, backend, 403, "Host", host)
 
 
 @pytest.mark.parametrize(
-    "host",
-    [
-        "localhost",
-        "localhost:8000",
-        "LocalHost.",
-        "a.localhost:1",
-        "127.0.0.1:8000",
-        "[::1]:8000",
-        "10.1.2.3",
-    ],
-)
-async def test_loopback_names_and_addresses_are_served(host):
-    answer, _ = await send(headers={**JSON, "host": host})
-    assert answer.status_code == 200, answer.text
-
-
-@pytest.mark.parametrize(
     ("allowed", "host", "status"),
     [
+        ("", "localhost", 200),
+        ("", "LocalHost.", 200),
+        ("", "a.localhost:1", 200),
+        ("", "[::1]:8000", 200),
+        ("", "10.1.2.3:8000", 200),
         ("api.example.com", "api.example.com:80", 200),
         ("API.example.com", "api.example.COM", 200),
         ("api.example.com", "x.api.example.com", 403),
@@ -81,80 +64,51 @@ async def test_loopback_names_and_addresses_are_served(host):
         ("*", "evil.example", 200),
     ],
 )
-async def test_additional_hosts_are_a_setting(allowed, host, status):
+async def test_loopback_names_and_addresses_and_those_of_the_setting_are_served(allowed, host, status):
     answer, _ = await send(headers={**JSON, "host": host}, allowed_hosts=allowed)
     assert answer.status_code == status, answer.text
 
 
-@pytest.mark.parametrize(
-    "origin",
-    [
-        "https://evil.example",
-        "null",
-        "http://localhost:3000",
-        "http://localhost:8000.evil.example",
-        "http://localhost",
-        "file://",
-        "x",
-        "http://[",
-        "http://localhost:8000@evil.example",
-    ],
-)
-async def test_page_of_another_site_is_refused(origin):
-    answer, backend = await send(headers={**JSON, "origin": origin})
+OTHER_PAGES = [
+    *("https://evil.example", "null", "http://localhost:3000", "http://localhost:8000.evil.example"),
+    *("http://localhost", "file://", "x", "http://[", "http://localhost:8000@evil.example"),
+]
+
+
+@pytest.mark.parametrize("origin", OTHER_PAGES)
+@pytest.mark.parametrize("method", ["POST", "OPTIONS"])
+async def test_page_of_another_site_is_refused_and_so_is_its_preflight(method, origin):
+    headers = {**JSON, "origin": origin, "access-control-request-method": "POST"}
+    answer, backend = await send(method, headers=headers)
     check_refused(answer, backend, 403, "Origin", origin)
 
 
 @pytest.mark.parametrize(
-    ("host", "origin"),
+    ("host", "origin", "allowed"),
     [
-        ("localhost:8000", "http://localhost:8000"),
-        ("localhost:80", "http://localhost"),  # a proxy that passes $host:$server_port on
-        ("localhost:", "http://localhost:"),
-        ("localhost:443", "https://localhost"),
+        ("localhost:8000", "http://localhost:8000", ""),
+        ("localhost:80", "http://localhost", ""),  # a proxy that passes $host:$server_port on
+        ("localhost:", "http://localhost:", ""),
+        ("localhost:443", "https://localhost", ""),
+        ("127.0.0.1:8000", "https://api.example.com", "api.example.com"),  # a proxy that changes it
     ],
 )
-async def test_own_page_is_served(host, origin):
-    answer, _ = await send(headers={**JSON, "host": host, "origin": origin})
+async def test_own_page_is_served(host, origin, allowed):
+    answer, _ = await send(headers={**JSON, "host": host, "origin": origin}, allowed_hosts=allowed)
     assert answer.status_code == 200, answer.text
-
-
-async def test_own_page_is_served_through_a_proxy_that_changes_host():
-    headers = {**JSON, "host": "127.0.0.1:8000", "origin": "https://api.example.com"}
-    answer, _ = await send(headers=headers, allowed_hosts="api.example.com")
-    assert answer.status_code == 200, answer.text
-    answer, backend = await send(headers=headers)
-    check_refused(answer, backend, 403, "Origin", "https://api.example.com")
-
-
-async def test_preflight_of_another_site_gets_no_permission():
-    headers = {"origin": "https://evil.example", "access-control-request-method": "POST"}
-    answer, backend = await send("OPTIONS", headers=headers, content=b"")
-    check_refused(answer, backend, 403, "Origin", "https://evil.example")
 
 
 @pytest.mark.parametrize(
-    ("kind", "got"),
-    [
-        ("text/plain", "'text/plain'"),
-        ("application/x-www-form-urlencoded", "'application/x-www-form-urlencoded'"),
-        (
-            "multipart/form-data; boundary=application/json",
-            "'multipart/form-data; boundary=application/json'",
-        ),
-        ("", "''"),
-        (None, "nothing"),
-    ],
+    "kind", ["text/plain", "multipart/form-data; boundary=application/json", "", None], ids=repr
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_body_that_is_not_json_by_content_type_is_refused(path, kind, got):
+async def test_body_that_is_not_json_by_content_type_is_refused(path, kind):
     answer, backend = await send(path=path, headers={} if kind is None else {"content-type": kind})
-    check_refused(answer, backend, 415, "Content-Type", got)
+    check_refused(answer, backend, 415, "Content-Type", "nothing" if kind is None else repr(kind))
 
 
-@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
-async def test_json_content_types(kind):
-    answer, _ = await send(headers={"content-type": kind})
+async def test_content_type_may_have_capitals_and_parameters():
+    answer, _ = await send(headers={"content-type": "Application/JSON; charset=utf-8"})
     assert answer.status_code == 200, answer.text
 
 
@@ -203,9 +157,8 @@ async def test_browser_applications_of_named_origins_may_call(with_keys, tmp_pat
 
         async def ask(origin, method="POST", route="/v1/completions", body="{}", **headers):
             headers = {name.replace("_", "-"): value for name, value in headers.items()}
-            return await http.request(
-                method, route, content=body, headers={**JSON, "origin": origin, **headers}
-            )
+            headers = {**JSON, "origin": origin, **headers}
+            return await http.request(method, route, content=body, headers=headers)
 
         for origin in ("http://localhost:3000", "app://obsidian.md"):
             preflight = await ask(origin, "OPTIONS", body="", **PREFLIGHT)
@@ -214,17 +167,15 @@ async def test_browser_applications_of_named_origins_may_call(with_keys, tmp_pat
             assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
             right = await ask(origin, body='{"prompt": "x"}', **own)
             assert (right.status_code, right.headers["access-control-allow-origin"]) == (200, origin)
+            unwelcome = (ask(origin), 401) if with_keys else (ask(origin, host="evil.example"), 403)
             wrong = [
-                (await ask(origin, **own), 400),
-                (await ask(origin, "GET", "/v1/none", **own), 404),
-                (await ask(origin, "PUT", **own), 405),
-                *(
-                    [(await ask(origin), 401)]
-                    if with_keys
-                    else [(await ask(origin, host="evil.example"), 403)]
-                ),
+                (ask(origin, **own), 400),
+                (ask(origin, "GET", "/v1/none", **own), 404),
+                (ask(origin, "PUT", **own), 405),
+                unwelcome,
             ]
-            for answer, status in wrong:
+            for asked, status in wrong:
+                answer = await asked
                 assert answer.status_code == status
                 assert answer.headers["access-control-allow-origin"] == origin
         for origin in ("http://localhost:3001", "https://localhost:3000", "http://evil.example", "null"):

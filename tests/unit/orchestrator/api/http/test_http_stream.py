@@ -14,6 +14,12 @@ from tests.support.http_helpers import CHAT, GAMMARAY, complete, events, events_
 from tests.support.response_helpers import client
 from tests.support.surface_helpers import PIECES, ScriptedBackend
 
+BODIES = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/responses": {"input": "x"},
+}
+
 
 async def test_stream_holds_partial_characters_and_ends_with_gammaray_and_done():
     *chunks, done = await events(ScriptedBackend(), prompt="x")
@@ -52,16 +58,13 @@ async def test_continuous_usage_needs_include_usage_as_with_vllm():
     assert not any("usage" in json.loads(chunk) for chunk in chunks[:-1])
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})],
-)
-async def test_obfuscated_events_have_sizes_that_do_not_follow_the_text(path, body):
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_obfuscated_events_have_sizes_that_do_not_follow_the_text(path):
     pieces = [b"a" * length for length in range(1, 100)]
 
     async def deltas(**options):
         backend = ScriptedBackend(pieces=pieces)
-        found = await events_with_ids(backend, path, **body, max_tokens=64, stream_options=options)
+        found = await events_with_ids(backend, path, **BODIES[path], max_tokens=64, stream_options=options)
         # Ends before the last piece, which carries the summary.
         return [(event_id, json.loads(data), data) for event_id, data in found if data != "[DONE]"][:-1]
 
@@ -93,20 +96,6 @@ async def test_stream_of_chat_begins_with_the_role():
     assert deltas == [{"role": "assistant", "content": ""}, {"content": "caf"}, {"content": "é"}]
 
 
-def fail_at(chunk):
-    def before(request, number):
-        if number == chunk:
-            raise UnavailableError("no target worker")
-
-    return before
-
-
-async def test_stream_error_midway_is_the_last_event():
-    first, error = await events(ScriptedBackend(fail_at(1)), prompt="x")
-    assert json.loads(first)["choices"][0]["text"] == "caf"
-    assert json.loads(error)["error"]["message"] == "no target worker"
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("failing", [0, 1, 15])
 async def test_failing_sample_stops_the_others(failing, stream):
@@ -122,24 +111,19 @@ async def test_failing_sample_stops_the_others(failing, stream):
     assert backend.num_open == 0
 
 
-async def test_stream_of_samples_ends_with_the_failure_of_the_first():
+@pytest.mark.parametrize("n", [1, 4])
+async def test_stream_of_samples_ends_with_the_failure_of_the_first(n):
     def before(request, number):
         if request.sampling.sample_index == 0 and number == 1:
             raise UnavailableError("gone")
         return asyncio.sleep(30 * number)
 
     backend = ScriptedBackend(before)
-    *pieces, error = await asyncio.wait_for(events(backend, prompt="x", n=4), 10)
+    *pieces, error = await asyncio.wait_for(events(backend, prompt="x", n=n), 10)
+    assert len(pieces) == n
     assert {json.loads(piece)["choices"][0]["text"] for piece in pieces} == {"caf"}
     assert json.loads(error)["error"]["message"] == "gone"
     assert backend.num_open == 0
-
-
-BODIES = {
-    "/v1/completions": {"prompt": "x"},
-    "/v1/chat/completions": {"messages": CHAT},
-    "/v1/responses": {"input": "x"},
-}
 
 
 class Call:
@@ -189,6 +173,11 @@ async def test_client_that_leaves_ends_the_generations(path, stream, moment):
         await asyncio.wait_for(sample.wait(), 10)
     await call.leave()
     assert backend.num_open == 0
+    if path == "/v1/responses" and stream and moment == "tokens":
+        (stored,) = backend.responses.kept.values()
+        kept = json.loads(stored.response)
+        assert (kept["status"], kept["output"][0]["status"]) == ("cancelled", "incomplete")
+        assert kept["output"][0]["content"][0]["text"] == "caf"
 
 
 @pytest.mark.parametrize(
@@ -265,12 +254,6 @@ async def test_sample_that_is_not_admitted_is_an_error_response():
 
 async def test_continuous_usage_begins_with_the_prompt():
     options = {"include_usage": True, "continuous_usage_stats": True}
-    answer = await complete(
-        ScriptedBackend(opens=True),
-        "/v1/chat/completions",
-        messages=CHAT,
-        stream=True,
-        stream_options=options,
-    )
-    first = json.loads(answer.text.split("\n\n")[0].partition("data: ")[2])
-    assert first["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    backend = ScriptedBackend(opens=True)
+    first, *_ = await events(backend, "/v1/chat/completions", messages=CHAT, stream_options=options)
+    assert json.loads(first)["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.support.http_helpers import CHAT, complete, events_with_ids
-from tests.support.openapi_helpers import document, validator
+from tests.support.openapi_helpers import check_answer, check_events, check_refused, request_schema, validator
 from tests.support.surface_helpers import ScriptedBackend
-from tests.support.tool_helpers import BODY_TOOLS, LLAMA_CHAT, MISTRAL_CHAT, QWEN_CHAT
+from tests.support.tool_helpers import BODY_TOOLS, QWEN_CHAT, joined
 
 CHATS = "/v1/chat/completions"
 TEXT = (
@@ -16,7 +16,6 @@ TEXT = (
 )
 FOUND = [("get_weather", '{"city": "Zürich"}'), ("now", "{}")]
 NOW_TOOL = BODY_TOOLS[1]
-SCHEMA = document()["paths"][CHATS]["post"]
 
 
 class Backend(ScriptedBackend):
@@ -34,38 +33,9 @@ async def answered(scripted=None, **body):
     return answer.json()
 
 
-async def refused(**body):
-    scripted = backend()
-    answer = await complete(scripted, CHATS, **{"messages": CHAT, "tools": BODY_TOOLS, **body})
-    assert answer.status_code == 400, answer.text
-    assert scripted.requests == []
-    return answer.json()["error"]
-
-
 def named(calls):
     assert all(one["type"] == "function" for one in calls)
     return [(one["function"]["name"], one["function"]["arguments"]) for one in calls]
-
-
-def joined(choices):
-    """Return the message that a client makes of a stream's choices, and the finish reason."""
-    text, calls, reasons = "", [], []
-    for choice in choices:
-        delta = choice["delta"]
-        text += delta.get("content") or ""
-        for piece in delta.get("tool_calls", ()):
-            if piece["index"] == len(calls):
-                assert set(piece) == {"index", "id", "type", "function"}
-                assert piece["function"]["arguments"] == ""
-                calls.append({**piece, "function": dict(piece["function"])})
-            else:
-                assert piece["index"] == len(calls) - 1
-                assert set(piece) == {"index", "function"}
-                assert set(piece["function"]) == {"arguments"}
-                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
-        if choice["finish_reason"]:
-            reasons.append(choice["finish_reason"])
-    return text, calls, reasons
 
 
 def choices_of(events, index=0):
@@ -93,56 +63,25 @@ async def test_message_without_a_call_is_as_without_tools():
     plain = (await complete(scripted(), CHATS, messages=CHAT)).json()["choices"]
     assert (await answered(scripted()))["choices"] == plain
     assert plain[0]["finish_reason"] == "stop"
-    text, calls, reasons = joined(
-        choices_of(await events_with_ids(scripted(), CHATS, messages=CHAT, tools=BODY_TOOLS))
-    )
-    assert (text, calls, reasons) == ("café", [], ["stop"])
+    events = await events_with_ids(scripted(), CHATS, messages=CHAT, tools=BODY_TOOLS)
+    assert joined(choices_of(events)) == ("café", [], ["stop"])
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-async def test_stream_has_the_calls_of_the_whole_message(size):
-    whole = (await answered(backend(size=size)))["choices"][0]
-    events = await events_with_ids(backend(size=size), CHATS, messages=CHAT, tools=BODY_TOOLS)
-    choices = choices_of(events)
+@pytest.mark.parametrize("max_tokens", [*range(1, 31), 100])
+async def test_stream_has_the_calls_of_the_whole_message(max_tokens):
+    """Where it is cut, the part of its arguments; test_http_history.py has other sizes of tokens."""
+    (whole,) = (await answered(max_tokens=max_tokens))["choices"]
+    reason, calls = "tool_calls" if max_tokens > 30 else "length", whole["message"].get("tool_calls", [])
+    assert whole["finish_reason"] == reason
+    for (name, arguments), (whole_name, whole_arguments) in zip(named(calls), FOUND, strict=False):
+        assert name == whole_name
+        assert whole_arguments.startswith(arguments)
+    body = {"messages": CHAT, "tools": BODY_TOOLS, "max_tokens": max_tokens}
+    choices = choices_of(await events_with_ids(backend(), CHATS, **body))
     assert choices[0]["delta"] == {"role": "assistant", "content": None}
-    text, calls, reasons = joined(choices)
-    assert (text, reasons) == (whole["message"]["content"], ["tool_calls"])
-    assert [{key: one[key] for key in ("id", "type", "function")} for one in calls] == whole["message"][
-        "tool_calls"
-    ]
-    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert joined(choices) == (whole["message"]["content"] or "", calls, [reason])
+    assert choices[-1]["finish_reason"] == reason
     assert all(len(choice["delta"].get("tool_calls", [])) <= 1 for choice in choices)
-
-
-async def test_call_that_is_cut_has_reason_length_and_the_part_of_its_arguments():
-    for count in range(1, 31):
-        (choice,) = (await answered(backend(), max_tokens=count))["choices"]
-        assert choice["finish_reason"] == "length"
-        assert "Sure 😀.".startswith(choice["message"]["content"] or "")
-        calls = named(choice["message"].get("tool_calls", []))
-        for (name, arguments), (whole_name, whole) in zip(calls, FOUND, strict=False):
-            assert name == whole_name
-            assert whole.startswith(arguments)
-        events = await events_with_ids(backend(), CHATS, messages=CHAT, tools=BODY_TOOLS, max_tokens=count)
-        text, streamed, reasons = joined(choices_of(events))
-        assert (text or None, named(streamed), reasons) == (
-            choice["message"]["content"] or None,
-            calls,
-            ["length"],
-        )
-    assert len(calls) == 2
-
-
-async def test_nothing_follows_calls():
-    for rest in (
-        "\nDone.",
-        "</tool_call>",
-        '\n<tool_call>{"name": "other", "arguments": {}}</tool_call>',
-        "<tool",
-    ):
-        (choice,) = (await answered(backend(TEXT + rest)))["choices"]
-        assert (choice["message"]["content"], choice["finish_reason"]) == ("Sure 😀.", "tool_calls")
-        assert named(choice["message"]["tool_calls"]) == FOUND
 
 
 async def test_each_choice_has_calls_of_its_own():
@@ -160,10 +99,8 @@ async def test_logprobs_cover_every_token_once():
     (choice,) = (await answered(logprobs=True))["choices"]
     whole = choice["logprobs"]["content"]
     events = await events_with_ids(backend(), CHATS, messages=CHAT, tools=BODY_TOOLS, logprobs=True)
-    streamed = [
-        entry for one in choices_of(events) if one["logprobs"] for entry in one["logprobs"]["content"]
-    ]
-    assert streamed == whole
+    pieces = [one["logprobs"]["content"] for one in choices_of(events) if one["logprobs"]]
+    assert [entry for piece in pieces for entry in piece] == whole
     assert b"".join(bytes(entry["bytes"]) for entry in whole) == TEXT.encode()
 
 
@@ -171,25 +108,22 @@ async def test_logprobs_cover_every_token_once():
 async def test_resumed_stream_goes_on_with_the_same_calls(size):
     whole = await events_with_ids(backend(size=size), CHATS, messages=CHAT, tools=BODY_TOOLS)
     text, calls, _ = joined(choices_of(whole))
-    seen = [
-        position for position, (event_id, _) in enumerate(whole) if event_id and not event_id.endswith(":end")
-    ]
+    seen = [at for at, (event_id, _) in enumerate(whole) if event_id and not event_id.endswith(":end")]
     assert len(seen) > 5
-    for position in seen:
-        rest = await events_with_ids(
-            backend(size=size), CHATS, last_id=whole[position][0], messages=CHAT, tools=BODY_TOOLS
-        )
-        again = choices_of(whole[: position + 1]) + choices_of(rest)
+    body = {"messages": CHAT, "tools": BODY_TOOLS}
+    for at in seen:
+        rest = await events_with_ids(backend(size=size), CHATS, last_id=whole[at][0], **body)
+        again = choices_of(whole[: at + 1]) + choices_of(rest)
         assert joined(again) == (text, calls, ["tool_calls"])
 
 
-FORCED = {
-    "required": ("required", ["get_weather", "now"]),
-    "named": ({"type": "function", "function": {"name": "now"}}, ["now"]),
-}
-
-
-@pytest.mark.parametrize(("choice", "names"), FORCED.values(), ids=FORCED)
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", ["get_weather", "now"]),
+        ({"type": "function", "function": {"name": "now"}}, ["now"]),
+    ],
+)
 async def test_forced_calls_have_a_grammar(choice, names):
     scripted = backend()
     await answered(scripted, tool_choice=choice)
@@ -215,39 +149,23 @@ async def test_no_tools_where_none_may_be_called():
         assert scripted.requests[0].prompt == "user: hi\n"
 
 
-async def test_one_call_where_they_are_not_parallel():
-    (choice,) = (await answered(parallel_tool_calls=False))["choices"]
-    assert named(choice["message"]["tool_calls"]) == FOUND[:1]
-    several, single = backend(), backend()
-    await answered(several, tool_choice="required")
-    await answered(single, tool_choice="required", parallel_tool_calls=False)
-    assert "{0,15}" in several.requests[0].sampling.grammar
-    assert "{0,15}" not in single.requests[0].sampling.grammar
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
 
 
-@pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": True}], ids=["default", "parallel"])
-async def test_named_tool_is_called_once(fields):
-    scripted = backend(2 * '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
-    now = {"type": "function", "function": {"name": "now"}}
-    (choice,) = (await answered(scripted, tool_choice=now, **fields))["choices"]
-    assert named(choice["message"]["tool_calls"]) == FOUND[1:]
-    assert "{0,15}" not in scripted.requests[0].sampling.grammar
-
-
-async def test_native_template_gets_the_tools():
-    scripted = backend(chat_format=QWEN_CHAT)
-    await answered(scripted)
-    assert scripted.requests[0].prompt == "tool: get_weather\ntool: now\nuser: hi\n"
-
-
-async def test_each_family_is_read_in_its_form():
-    llama = '{"name": "get_weather", "parameters": {"city": "Zürich"}}'
-    (choice,) = (await answered(backend(llama, chat_format=LLAMA_CHAT)))["choices"]
-    assert named(choice["message"]["tool_calls"]) == FOUND[:1]
-    mistral = backend('[{"name": "now", "arguments": {}}]', chat_format=MISTRAL_CHAT)
-    (choice,) = (await answered(mistral, tool_choice="required"))["choices"]
-    assert named(choice["message"]["tool_calls"]) == FOUND[1:]
-    assert mistral.requests[0].prompt.endswith("[TOOL_CALLS]")
+@pytest.mark.parametrize(
+    ("fields", "is_single"),
+    [
+        ({"tool_choice": "required"}, False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, True),
+        (NAMED, True),
+        ({**NAMED, "parallel_tool_calls": True}, True),
+    ],
+)
+async def test_one_call_where_they_are_not_parallel_or_the_tool_is_named(fields, is_single):
+    scripted = backend()
+    (choice,) = (await answered(scripted, **fields))["choices"]
+    assert named(choice["message"]["tool_calls"]) == (FOUND[:1] if is_single else FOUND)
+    assert ("{0,15}" not in scripted.requests[0].sampling.grammar) is is_single
 
 
 async def test_calls_and_results_in_messages_reach_the_template():
@@ -266,17 +184,13 @@ async def test_calls_and_results_in_messages_reach_the_template():
     ]
     for body in ({"tools": BODY_TOOLS}, {"tools": None}):
         await answered(scripted, messages=messages, **body)
-    function = {"name": "now", "arguments": {"a": [1]}}
+    function, empty = {"name": "now", "arguments": {"a": [1]}}, {"name": "now", "arguments": {}}
     assert rendered[0] == rendered[1]
     assert rendered[0] == [
         *CHAT,
         {"role": "assistant", "content": "", "tool_calls": [{**told, "function": function}]},
         {"role": "tool", "content": "12:00", "tool_call_id": "call_1"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{**told, "function": {"name": "now", "arguments": {}}}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [{**told, "function": empty}]},
         {"role": "tool", "content": "unmatched"},
         {"role": "assistant", "content": "noon"},
         {"role": "user", "content": "ok"},
@@ -316,46 +230,31 @@ def nested(depth):
 
 
 REFUSED = {
-    "tools a text": ({"tools": "x"}, "tools"),
     "tool without type": ({"tools": [{"function": TOOL}]}, "tools.0.type"),
     "tool of another type": ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     "tool without function": ({"tools": [{"type": "function"}]}, "tools.0.function"),
     "tool with more": ({"tools": [{**NOW_TOOL, "x": 1}]}, "tools.0.x"),
     "function with more": ({"tools": [NOW_TOOL, tool_of(x=1)]}, "tools.1.function.x"),
     "function without name": ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
-    "name empty": ({"tools": [tool_of(name="")]}, "tools.0.function.name"),
     "name with a space": ({"tools": [tool_of(name="a b")]}, "tools.0.function.name"),
     "name with a line": ({"tools": [tool_of(name="a\n")]}, "tools.0.function.name"),
     "name long": ({"tools": [tool_of(name="a" * 65)]}, "tools.0.function.name"),
     "name twice": ({"tools": [NOW_TOOL, tool_of(), NOW_TOOL]}, "tools.2.function.name"),
-    "parameters a list": ({"tools": [tool_of(parameters=[])]}, "tools.0.function.parameters"),
     "parameters deep": ({"tools": [tool_of(parameters=nested(70))]}, "tools.0.function.parameters"),
     "parameters long": ({"tools": [tool_of(parameters={"x": "y" * 2**17})]}, "tools.0.function.parameters"),
     "many tools": ({"tools": [tool_of(name=f"f{n}") for n in range(129)]}, "tools"),
     "choice unknown": ({"tool_choice": "any"}, "tool_choice"),
-    "choice empty": ({"tool_choice": {}}, "tool_choice"),
     "choice of another type": ({"tool_choice": {"type": "tool", "function": TOOL}}, "tool_choice"),
     "choice with more": ({"tool_choice": {"type": "function", "function": TOOL, "x": 1}}, "tool_choice"),
     "choice without name": ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
     "choice of an unknown function": ({"tool_choice": {"type": "function", "function": TOOL}}, "tool_choice"),
     "required without tools": ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-    "named without tools": (
-        {"tools": [], "tool_choice": {"type": "function", "function": TOOL}},
-        "tool_choice",
-    ),
     "call without id": ({"messages": with_call(id=None)}, "messages.1.tool_calls.0.id"),
     "call of another type": ({"messages": with_call(type="custom")}, "messages.1.tool_calls.0.type"),
-    "null content of a user": (
-        {"messages": [{"role": "user", "content": None, "tool_calls": []}]},
-        "messages.0.content",
-    ),
-    "null result": (
-        {"messages": [{"role": "tool", "tool_call_id": "x", "content": None}]},
-        "messages.0.content",
-    ),
+    "null of a user": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    "null result": ({"messages": [{"role": "tool", "content": None}]}, "messages.0.content"),
     "structured outputs": ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     "ignore_eos": ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
-    "functions": ({"functions": [TOOL]}, "functions"),
 }
 
 
@@ -367,27 +266,11 @@ BEYOND = (
 
 
 async def test_wrong_field_is_named_and_forbidden_by_the_document(subtests):
-    request = SCHEMA["requestBody"]["content"]["application/json"]["schema"]
     for name, (body, param) in REFUSED.items():
         with subtests.test(name):
-            error = await refused(**body)
-            assert error["param"] == param
-            assert error["type"] == "invalid_request_error"
-            is_valid = validator(request).is_valid({"messages": CHAT, "tools": BODY_TOOLS, **body})
-            assert is_valid is any(part in name for part in BEYOND)
-
-
-async def test_schema_that_the_grammar_does_not_take_is_an_error_of_the_tools():
-    from gammaray.errors import InvalidArgumentError
-
-    def refuse(request, number):
-        raise InvalidArgumentError("grammar", "an unimplemented key", "a grammar that llguidance can compile")
-
-    for stream in (False, True):
-        scripted = Backend(refuse)
-        body = {"messages": CHAT, "tools": BODY_TOOLS, "tool_choice": "required", "stream": stream}
-        answer = await complete(scripted, CHATS, **body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+            is_documented = not any(part in name for part in BEYOND)
+            body = {"messages": CHAT, "tools": BODY_TOOLS, **body}
+            await check_refused(CHATS, body, param, is_documented)
 
 
 async def test_limits_are_inclusive():
@@ -403,24 +286,16 @@ async def test_limits_are_inclusive():
     "text", [TEXT, TEXT.partition("\n")[2], "none", TEXT[:70]], ids=["both", "calls", "text", "cut"]
 )
 async def test_document_describes_requests_and_responses(text):
-    messages = [
-        *CHAT,
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}],
-        },
-        {"role": "tool", "tool_call_id": "1", "content": "17"},
-    ]
+    call = {"id": "1", "function": {"name": "f", "arguments": ""}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "17"}
     body = {
-        "messages": messages,
+        "messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, result],
         "tools": [*BODY_TOOLS, tool_of(description=None)],
         "tool_choice": "required",
+        "parallel_tool_calls": True,
+        "logprobs": True,
     }
-    body = {**body, "parallel_tool_calls": True, "logprobs": True}
-    assert validator(SCHEMA["requestBody"]["content"]["application/json"]["schema"]).is_valid(body)
-    content = SCHEMA["responses"]["200"]["content"]
-    validator(content["application/json"]["schema"]).validate(await answered(backend(text), **body))
-    piece = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"][1]["contentSchema"]
-    for _, data in (await events_with_ids(backend(text), CHATS, **body))[:-1]:
-        validator(piece).validate(json.loads(data))
+    assert validator(request_schema(CHATS)).is_valid(body)
+    check_answer(CHATS, await answered(backend(text), **body))
+    events = await events_with_ids(backend(text), CHATS, **body)
+    check_events(CHATS, [data for _, data in events[:-1]])

@@ -75,10 +75,6 @@ CHATTING = b'{"messages":[{"role":"user","content":"a"}],'
 CHAT = "/v1/chat/completions"
 NO_FIELD = "no such field; it is unknown or not supported"
 BODIES = {
-    "messages of numbers": (
-        lambda: filled(b'{"messages":[', b"0", b"]}"),
-        "messages.0: got 0, allowed: an object",
-    ),
     "messages": (
         lambda: filled(b'{"messages":[', b'{"role":"user","content":"a"}', b"]}"),
         "messages: got 39315 items, allowed: at most 16384",
@@ -107,29 +103,12 @@ BODIES = {
         lambda: filled(PROMPT + b'"stop_token_ids":[', b"1", b"]}"),
         "stop_token_ids: got 1245152 items, allowed: at most 4096",
     ),
-    "allowed_token_ids": (
-        lambda: filled(PROMPT + b'"allowed_token_ids":[', b"0", b"]}"),
-        "allowed_token_ids: got 1245152 items, allowed: at most 1048576",
-    ),
     "logit_bias": (
         lambda: numbered(PROMPT + b'"logit_bias":{', b'"%07d":1', b"}}"),
         "logit_bias: got {'0000000': 1, ",
     ),
     "unknown fields": (lambda: numbered(PROMPT, b'"%07d":0', b"}"), f"0000000: got 0, allowed: {NO_FIELD}"),
-    "unknown field of a long name": (
-        lambda: PROMPT + b'"' + b"k" * (MAX_BODY_BYTES - 40) + b'":1}',
-        "k" * 80 + "... (8388568 characters): got 1, allowed: " + NO_FIELD,
-    ),
-    "temperature of numbers": (
-        lambda: filled(PROMPT + b'"temperature":[', b"1", b"]}"),
-        "temperature: got [1, 1, ",
-    ),
     "prompt of zeros": (lambda: filled(b'{"prompt":[', b"0", b"]}"), "prompt: got [0, 0, "),
-    "prompt of lists": (lambda: filled(b'{"prompt":[', b"[]", b"]}"), "prompt: got [[], [], "),
-    "prompt of characters": (
-        lambda: b'{"prompt":"' + b"a" * (MAX_BODY_BYTES - 20) + b'"}',
-        "prompt: got 8388588 characters, allowed: at most 1048576",
-    ),
     "prompt of escapes": (
         lambda: b'{"prompt":"' + b"\\ud83d\\ude00" * ((MAX_BODY_BYTES - 20) // 12) + b'"}',
         "prompt: got 2796196 bytes, allowed: at most 1048576 bytes",
@@ -147,16 +126,10 @@ BODIES = {
         None,
     ),
     "many choices": (
-        lambda: json.dumps(
-            {"prompt": "a", "n": 128, "allowed_token_ids": list(range(40_000)), "max_tokens": 1}
-        ).encode(),
+        lambda: b'{"prompt":"a","n":128,"max_tokens":1,"allowed_token_ids":[' + b"0," * 40_000 + b"0]}",
         None,
     ),
     "nested objects": (lambda: b'{"a":' * (MAX_BODY_BYTES // 5), "body: got more than 196608 JSON values"),
-    "integers": (
-        lambda: filled(PROMPT + b'"stop_token_ids":[', b"9" * 4300, b"]}"),
-        "body: got 1024 digits in a number",
-    ),
     "quotes": (
         lambda: b'{"prompt":"' + b'\\"' * (MAX_BODY_BYTES // 2 - 10),
         "body: got malformed JSON (EOF while parsing",
@@ -202,7 +175,6 @@ async def test_http_bodies_use_bounded_loop_time_and_memory(backend, body, messa
 CALLS = {
     "biases": {"sampling": {"logit_bias": dict.fromkeys(range(1_000_000), 1.0)}},
     "allowed ids": {"sampling": {"allowed_token_ids": [1] * 8_000_000}},
-    "stop ids": {"stop_token_ids": [1] * 8_000_000},
     "prompt ids": {"token_ids": {"ids": [1] * 8_000_000}},
     "stop strings": {"stop": ["a"] * 1_000_000},
     "text": {"text": "a" * 10_000_000},
@@ -303,22 +275,6 @@ def test_invalid_token_ids_are_not_cached(backend):
     finally:
         tracemalloc.stop()
     assert sum(trace.size for trace in kept.traces) < 2**16
-
-
-@pytest.mark.slow
-async def test_large_answer_is_rendered_off_the_loop():
-    backend = ScriptedBackend(pieces=[b"ab"] * 60)
-    body = {"prompt": "a", "n": 64, "max_tokens": 60, "logprobs": 20}
-    transport = httpx.ASGITransport(create_app(backend))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        async with watching() as watch:
-            answer = await client.post("/v1/completions", json=body)
-    assert answer.status_code == 200
-    alternatives = [choice["logprobs"]["top_logprobs"] for choice in answer.json()["choices"]]
-    assert [[len(top) for top in tops] for tops in alternatives] == [
-        [21] * 60
-    ] * 64  # the token itself is not among 20
-    assert watch.longest_s < MAX_TURN_S
 
 
 @pytest.mark.parametrize("num_tokens", [10, 20_000])

@@ -85,4 +85,6 @@ async def test_tools_whole_and_streamed():
         by_id = await api.responses.create(
             model="scripted", input=[result], previous_response_id=final.id, tools=flat
         )
-        assert by_items.status == by_id.status == "completed"
+        other = await api.responses.create(model="scripted", input=[{**result, "call_id": "other"}])
+        assert by_items.status == by_id.status == other.status == "completed"
+    assert backend.requests[-2].prompt.endswith("user: <tool_response>\n7\n</tool_response>\n")

@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from orchestrator.api.http.tools.calls import ToolChoice, call_id, plan_calls, render_messages
+from orchestrator.api.http.tools.calls import ToolChoice, plan_calls, render_messages
 from orchestrator.api.http.tools.formats import CallFamily, CallFormat
 from orchestrator.text.chat import ChatFormat
 from tests.support.tool_helpers import ADDED, BODY_TOOLS, LLAMA, MISTRAL, QWEN, TOOLS, TemplateModel
 
 PLAIN = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+REFUSING = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN
 OTHER = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
 CALL = {
     "id": "call_1",
@@ -46,41 +47,33 @@ def test_family_is_recognised_by_the_template(template, family, is_native):
 
 
 def test_chat_format_says_what_the_tokenizer_has():
-    found = TemplateModel(QWEN).chat_format
-    assert found.template == QWEN
-    assert found.has_tools
-    assert ADDED.items() <= found.added_tokens.items()
-    assert not TemplateModel(PLAIN).chat_format.has_tools
+    for template in (QWEN, {"default": PLAIN, "tool_use": QWEN}):
+        found = TemplateModel(template).chat_format
+        assert (found.template, found.has_tools) == (QWEN, True)
+        assert ADDED.items() <= found.added_tokens.items()
+    for template in (PLAIN, REFUSING):
+        assert not TemplateModel(template).chat_format.has_tools
     assert TemplateModel(None).chat_format == ChatFormat()
 
 
-def test_chat_format_of_a_template_that_refuses_tools():
-    refusing = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN
-    assert not TemplateModel(refusing).chat_format.has_tools
-    assert "<tools>" in render_messages(TALK, TemplateModel(refusing), planned(TemplateModel(refusing))).text
+QWEN_PARTS = (
+    json.dumps(BODY_TOOLS[0]),
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+    "<tool_response>\n17\n</tool_response>",
+)
+LLAMA_PARTS = (
+    '"name": "now"',
+    '{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>',
+    "ipython<|end_header_id|>\n\n17",
+)
 
 
-def test_chat_format_of_a_template_for_tools_of_its_own():
-    model = TemplateModel({"default": PLAIN, "tool_use": QWEN})
-    assert model.chat_format.template == QWEN
-    assert CallFormat.of(model.chat_format).is_native
-
-
-def test_qwen_renders_tools_calls_and_results():
-    model = TemplateModel(QWEN)
+@pytest.mark.parametrize(("template", "parts"), [(QWEN, QWEN_PARTS), (LLAMA, LLAMA_PARTS)])
+def test_template_renders_tools_calls_and_results(template, parts):
+    model = TemplateModel(template)
     prompt = render_messages(TALK, model, planned(model)).text
-    assert json.dumps(BODY_TOOLS[0]) in prompt
-    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
-    assert "<tool_response>\n17\n</tool_response>" in prompt
+    assert all(part in prompt for part in parts)
     assert prompt == render_messages(TALK, model, planned(model, "required")).text
-
-
-def test_llama_renders_tools_calls_and_results():
-    model = TemplateModel(LLAMA)
-    prompt = render_messages(TALK, model, planned(model)).text
-    assert '"name": "now"' in prompt
-    assert '{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>' in prompt
-    assert "ipython<|end_header_id|>\n\n17" in prompt
 
 
 def test_mistral_gets_ids_that_it_takes_and_forced_calls_a_marker():
@@ -89,18 +82,15 @@ def test_mistral_gets_ids_that_it_takes_and_forced_calls_a_marker():
     call, result = prompt.partition('"id": "')[2][:9], prompt.partition('"call_id": "')[2][:9]
     assert call == result
     assert call.isalnum()
-    kept = [{**CALL, "id": "a1b2c3d4e"}]
-    assert (
-        '"id": "a1b2c3d4e"'
-        in render_messages([TALK[0], {**TALK[1], "tool_calls": kept}], model, planned(model)).text
-    )
+    talk = [TALK[0], {**TALK[1], "tool_calls": [{**CALL, "id": "a1b2c3d4e"}]}]
+    assert '"id": "a1b2c3d4e"' in render_messages(talk, model, planned(model)).text
     asked = render_messages(TALK[:1], model, planned(model)).text
     assert "[AVAILABLE_TOOLS]" in asked
     assert not asked.endswith("[TOOL_CALLS]")
     assert render_messages(TALK[:1], model, planned(model, "required")).text == asked + "[TOOL_CALLS]"
 
 
-@pytest.mark.parametrize("template", [PLAIN, OTHER], ids=["no tools", "unknown"])
+@pytest.mark.parametrize("template", [PLAIN, OTHER, REFUSING], ids=["no tools", "unknown", "refusing"])
 def test_model_without_a_known_form_is_told_in_messages(template):
     model = TemplateModel(template)
     prompt = render_messages(TALK, model, planned(model)).text
@@ -130,28 +120,3 @@ def test_results_of_several_calls_are_one_message():
     assert "# Tools" not in prompt
     text = {**TALK[1], "content": "Let me see."}
     assert "<assistant>Let me see.\n<tool_call>" in render_messages([TALK[0], text], model).text
-
-
-def test_messages_without_tools_are_rendered_as_they_are():
-    class Unknown:
-        chat_format = ChatFormat()
-
-        def render_chat(self, messages, tools=()):
-            assert tools == ()
-            return str(messages)
-
-    assert render_messages(TALK[:1], Unknown()).text == str(TALK[:1])
-
-
-def test_no_tool_can_be_called_without_tools_or_with_none():
-    model = TemplateModel(QWEN)
-    assert plan_calls([], ToolChoice("auto"), True, model) is None
-    assert plan_calls(TOOLS, ToolChoice("none"), True, model) is None
-    assert not plan_calls(TOOLS, None, True, model).is_forced
-
-
-def test_call_ids_differ_by_completion_and_call():
-    ids = [call_id(seed, index) for seed in ("a", "b") for index in range(3)]
-    assert len(set(ids)) == 6
-    assert call_id("a", 0) == ids[0]
-    assert all(found.startswith("call_") and len(found) == 29 for found in ids)

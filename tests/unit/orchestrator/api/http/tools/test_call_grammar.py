@@ -34,8 +34,8 @@ def followers():
 @pytest.fixture
 def follower(request, followers):
     """That of the parameter `chat`, if the test has it."""
-    chat = getattr(request.node, "callspec", None) and request.node.callspec.params.get("chat")
-    return followers[chat is not PLAIN_CHAT]
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    return followers[parameters.get("chat") is not PLAIN_CHAT]
 
 
 def plan_of(chat, name="", is_parallel=True, tools=TOOLS, mode="required"):
@@ -53,13 +53,8 @@ def test_forced_calls_are_in_the_form_of_the_model(follower, chat):
         parser = plan.parser(str)
         _, found = assembled(parser.push(text) + parser.finish())
         assert [(name, arguments) for _, name, arguments, _ in found] == calls
-    for wrong in (
-        [("h", "{}")],
-        [("get_weather", "{}")],
-        [("now", '{"a": 1}')],
-        [("get_weather", '{"city": 1}')],
-    ):
-        assert not follower.accepts(grammar, plan_text(plan, wrong))
+    for wrong in (("h", "{}"), ("get_weather", "{}"), ("now", '{"a": 1}'), ("get_weather", '{"city": 1}')):
+        assert not follower.accepts(grammar, plan_text(plan, [wrong]))
     for wrong in ("", "Hello", plan_text(plan, [PARIS]) + " Hello"):
         assert not follower.accepts(grammar, wrong)
 
@@ -81,10 +76,6 @@ def test_named_tool_is_the_only_one(follower, chat):
     plan = plan_of(chat, name="now")
     assert follower.accepts(plan.grammar(""), plan_text(plan, [NOW]))
     assert not follower.accepts(plan.grammar(""), plan_text(plan, [PARIS]))
-
-
-def test_calls_of_the_models_own_choice_are_free():
-    assert plan_of(QWEN_CHAT, mode="auto").grammar("prompt") == ""
 
 
 def test_markers_are_tokens_where_the_tokenizer_has_them(follower):
@@ -109,10 +100,9 @@ def test_thinking_before_forced_calls_is_free(follower, thought):
     call = plan_text(plan, [NOW])
     assert follower.accepts(plan.grammar("prompt"), thought + call)
     assert not follower.accepts(plan.grammar("prompt"), thought + "Hello")
-    assert follower.accepts(
-        plan.grammar("prompt<think>\n"), (thought or "<think></think>").removeprefix("<think>") + call
-    )
-    assert not follower.accepts(plan.grammar("prompt<think>\n"), call)
+    begun, rest = plan.grammar("prompt<think>\n"), (thought or "<think></think>").removeprefix("<think>")
+    assert follower.accepts(begun, rest + call)
+    assert not follower.accepts(begun, call)
     if thought:
         assert not follower.accepts(plan_of(QWEN_CHAT).grammar("prompt"), thought + call)
 
@@ -130,21 +120,12 @@ def test_answer_in_a_format_is_an_alternative_to_calls(follower):
     assert error.value.field == "response_format"
 
 
+OBJECT = {"type": "object", "properties": {"a": {"type": "null"}}}
 SCHEMAS = {
     "absent": (None, ["{}"], ['{"a": 1}', "[]"]),
-    "empty": ({}, ["{}"], ['{"a": 1}']),
-    "any object": ({"type": "object"}, ["{}", '{"a": [1]}'], ["[]", "1"]),
     "no type": ({"properties": {"a": {}}}, ["{}", '{"a": [1]}'], ["[]", '{"b": 1}']),
-    "reference": (
-        {"$ref": "#/$defs/o", "$defs": {"o": {"type": "object", "properties": {"a": {"type": "null"}}}}},
-        ['{"a": null}'],
-        ['{"a": 1}'],
-    ),
-    "choice": (
-        {"anyOf": [{"type": "object", "properties": {"a": {"const": n}}, "required": ["a"]} for n in (1, 2)]},
-        ['{"a": 1}', '{"a": 2}'],
-        ['{"a": 3}', "{}"],
-    ),
+    "reference": ({"$ref": "#/$defs/o", "$defs": {"o": OBJECT}}, ['{"a": null}'], ['{"a": 1}']),
+    "choice": ({"anyOf": [OBJECT, {"type": "object"}]}, ['{"a": null}', '{"b": 3}'], ["[]", "1"]),
 }
 
 
@@ -162,13 +143,3 @@ def test_many_tools_with_awkward_names(followers):
     plan = plan_of(PLAIN_CHAT, tools=tools)
     text = plan_text(plan, [(name, json.dumps({"<[1]>": name})) for name in names[-2:]])
     assert followers[False].accepts(plan.grammar(""), text)
-
-
-def test_wrong_schema_names_its_field():
-    deep = {}
-    for _ in range(200):
-        deep = {"items": deep}
-    tools = [Tool("f"), Tool("g", parameters=deep, field="tools.1.function.parameters")]
-    with pytest.raises(InvalidArgumentError) as error:
-        plan_of(QWEN_CHAT, tools=tools).grammar("")
-    assert error.value.field == "tools.1.function.parameters"

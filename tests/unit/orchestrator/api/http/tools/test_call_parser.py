@@ -17,61 +17,49 @@ F = '{"name": "f", "arguments": {"a": 1}}'
 G = '{"name": "g", "arguments": {}}'
 CALL_F, CALL_G = ("c0", "f", '{"a": 1}', True), ("c1", "g", "{}", True)
 
+
+def f_called(arguments, is_whole=True):
+    return [("c0", "f", arguments, is_whole)]
+
+
+def hermes(call):
+    return f"<tool_call>{call}</tool_call>"
+
+
 CASES = {
-    "hermes two": (
-        HERMES,
-        f"<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{G}\n</tool_call>\n",
-        "",
-        [CALL_F, CALL_G],
-    ),
-    "hermes after text": (HERMES, f"Hi.\n<tool_call>{F}</tool_call>", "Hi.", [CALL_F]),
-    "hermes before text": (HERMES, f"<tool_call>{F}</tool_call> Bye <tool", "", [CALL_F]),
+    "hermes two": (HERMES, f"{hermes(F)}\n<tool_call>\n{G}\n</tool_call>\n", "", [CALL_F, CALL_G]),
+    "hermes after text": (HERMES, f"Hi.\n{hermes(F)}", "Hi.", [CALL_F]),
+    "hermes before text": (HERMES, f"{hermes(F)} Bye <tool", "", [CALL_F]),
+    "hermes before another name": (HERMES, hermes(F) + hermes(G.replace("g", "h")), "", [CALL_F]),
     "hermes without close": (HERMES, f"<tool_call>\n{F}", "", [CALL_F]),
     "hermes without first close": (HERMES, f"<tool_call>{F}\n<tool_call>{G}", "", [CALL_F, CALL_G]),
     "hermes one brace too many": (HERMES, f"<tool_call>{F}}}\n</tool_call>", "", [CALL_F]),
-    "hermes marker twice": (HERMES, f"<tool_call>\n<tool_call>{F}</tool_call>", "", [CALL_F]),
+    "hermes marker twice": (HERMES, f"<tool_call>\n{hermes(F)}</tool_call>", "", [CALL_F]),
     "hermes arguments first": (
-        HERMES,
-        '<tool_call>{"arguments": {"a":"}"}, "name": "f"}</tool_call>',
-        "",
-        [("c0", "f", '{"a": "}"}', True)],
+        *(HERMES, hermes('{"arguments": {"a":"}"}, "name": "f"}'), ""),
+        f_called('{"a": "}"}'),
     ),
     "hermes further members": (
-        HERMES,
-        '<tool_call>{"type": "function", "name": "f", "arguments": {}, "id": "x}"}</tool_call>',
-        "",
-        [("c0", "f", "{}", True)],
+        *(HERMES, hermes('{"type": "function", "name": "f", "arguments": {}, "id": "x}"}'), ""),
+        f_called("{}"),
     ),
     "hermes arguments in a string": (
-        HERMES,
-        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-        "",
-        [("c0", "f", '{"a": 1}', True)],
+        *(HERMES, hermes('{"name": "f", "arguments": "{\\"a\\": 1}"}'), ""),
+        [CALL_F],
     ),
-    "hermes without arguments": (
-        HERMES,
-        '<tool_call>{"name": "f"}</tool_call>',
-        "",
-        [("c0", "f", "{}", True)],
-    ),
+    "hermes without arguments": (HERMES, hermes('{"name": "f"}'), "", f_called("{}")),
     "hermes marker in a string": (
-        HERMES,
-        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>{\\""}}</tool_call>',
-        "",
-        [("c0", "f", '{"a": "</tool_call>{\\""}', True)],
+        *(HERMES, hermes('{"name": "f", "arguments": {"a": "</tool_call>{\\""}}'), ""),
+        f_called('{"a": "</tool_call>{\\""}'),
     ),
     "hermes cut in arguments": (
-        HERMES,
-        '<tool_call>{"name": "f", "arguments": {"a": "b',
-        "",
-        [("c0", "f", '{"a": "b', False)],
+        *(HERMES, '<tool_call>{"name": "f", "arguments": {"a": "b', ""),
+        f_called('{"a": "b', False),
     ),
-    "hermes cut before arguments": (HERMES, '<tool_call>{"name": "f", "argum', "", [("c0", "f", "", False)]),
+    "hermes cut before arguments": (HERMES, '<tool_call>{"name": "f", "argum', "", f_called("", False)),
     "hermes arguments that are no JSON": (
-        HERMES,
-        '<tool_call>{"name": "f", "arguments": {x}}</tool_call>x',
-        "",
-        [("c0", "f", "{x}}", False)],
+        *(HERMES, hermes('{"name": "f", "arguments": {x}}') + "x", ""),
+        f_called("{x}}", False),
     ),
     "llama": (LLAMA, F.replace("arguments", "parameters"), "", [CALL_F]),
     "llama two": (LLAMA, f"\n{F}; {G}", "", [CALL_F, CALL_G]),
@@ -83,12 +71,7 @@ CASES = {
     "mistral after text": (MISTRAL, f"Well [TOOL_CALLS][{F}]", "Well", [CALL_F]),
     "mistral with id": (MISTRAL, f'[TOOL_CALLS][{F[:-1]}, "id": "abcdefghi"}}]', "", [CALL_F]),
     "mistral without a list": (MISTRAL, f"[TOOL_CALLS]{F}", "", [CALL_F]),
-    "mistral one of two unknown": (
-        MISTRAL,
-        f'[TOOL_CALLS][{F}, {{"name": "h", "arguments": {{}}}}]',
-        "",
-        [CALL_F],
-    ),
+    "mistral before another name": (MISTRAL, f"[TOOL_CALLS][{F}, {G.replace('g', 'h')}]", "", [CALL_F]),
 }
 
 
@@ -101,13 +84,11 @@ NO_CALLS = [
     (HERMES, '<tool_call>{"name": [], "arguments": {}}'),
     (HERMES, " plain <tool \n"),
     (HERMES, "1 <"),
-    (HERMES, " \n"),
     (HERMES, ""),
     (LLAMA, '{"name": "Bob", "parameters": {}}'),
     (LLAMA, '{"name": "h", "parameters": {"a'),
     (LLAMA, '{"name": "Bo'),
     (LLAMA, '{"na me'),
-    (LLAMA, '{"a": 1'),
     (LLAMA, '{"name": 1'),
     (LLAMA, f"So: {F}"),
     (LLAMA, "  "),
@@ -128,12 +109,8 @@ def splits(text, rng):
 def test_every_split_gives_the_same(subtests):
     for name, (family, text, rest, calls) in CASES.items():
         with subtests.test(name):
-            assert parsed(parser_of(family), list(text)) == (rest, calls)
-            for cut in range(len(text)):
-                assert parsed(parser_of(family), [text[:cut], text[cut:]]) == (rest, calls)
-            rng = random.Random(text)
-            for _ in range(100):
-                assert parsed(parser_of(family), splits(text, rng)) == (rest, calls)
+            for cut in range(len(text) + 1):
+                assert parsed(parser_of(family), [text[:cut], *text[cut:]]) == (rest, calls)
 
 
 PARTS = [
@@ -173,11 +150,8 @@ def test_any_arguments_are_the_text_that_the_model_wrote(arguments, is_ascii, rn
 
 WRITTEN = {
     "hermes": (HERMES, f"Hi.\n<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{G}\n</tool_call>"),
-    "hermes arguments first": (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>'),
-    "hermes arguments in a string": (
-        HERMES,
-        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-    ),
+    "hermes arguments first": (HERMES, hermes('{"arguments": {"a": 1}, "name": "f"}')),
+    "hermes arguments in a string": (HERMES, hermes('{"name": "f", "arguments": "{\\"a\\": 1}"}')),
     "llama": (LLAMA, f"{F}; {G}".replace("arguments", "parameters")),
     "llama python tag": (LLAMA, f"Hi.<|python_tag|>{F}"),
     "mistral": (MISTRAL, f"Hi.[TOOL_CALLS] [{F}, {G}]"),

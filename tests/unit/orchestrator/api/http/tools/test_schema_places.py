@@ -4,7 +4,7 @@ import pytest
 
 from gammaray.demo_pair import resolve_model
 from orchestrator.text.tokenizer import Tokenizer
-from tests.support.http_helpers import call
+from tests.support.http_helpers import CHAT, call
 from tests.support.surface_helpers import ScriptedBackend
 
 PLACES = [
@@ -21,10 +21,7 @@ PLACES = [
     ({"minProperties": 3}, ".properties.a"),
     ({"oneOf": [{}, {}]}, ".properties.a"),
     ({"const": 2**60}, ".properties.a"),
-    (
-        {"type": "object", "properties": {"not": {"type": "string"}, "b": {"not": {}}}},
-        ".properties.a.properties.b.not",
-    ),
+    ({"type": "object", "properties": {"not": {}, "b": {"not": {}}}}, ".properties.a.properties.b.not"),
 ]
 
 
@@ -41,20 +38,11 @@ async def test_error_names_the_tool_and_the_place(tokenizer, schema, place):
     good = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a+$"}}}
     bad = {"type": "object", "properties": {"a": schema}, "$defs": {"it": {"contains": {}}}}
     tools = [{"name": "good", "parameters": good}, {"name": "bad", "parameters": bad}]
+    flat = {"input": "x", "tools": [{"type": "function", **tool} for tool in tools]}
+    chat = {"messages": CHAT, "tools": [{"type": "function", "function": tool} for tool in tools]}
     for path, body, field in (
-        (
-            "/v1/responses",
-            {"input": "x", "tools": [{"type": "function", **tool} for tool in tools]},
-            "tools.1",
-        ),
-        (
-            "/v1/chat/completions",
-            {
-                "messages": [{"role": "user", "content": "x"}],
-                "tools": [{"type": "function", "function": tool} for tool in tools],
-            },
-            "tools.1.function",
-        ),
+        ("/v1/responses", flat, "tools.1"),
+        ("/v1/chat/completions", chat, "tools.1.function"),
     ):
         for stream in (False, True):
             asked = {**body, "tool_choice": "required", "stream": stream}

@@ -36,19 +36,15 @@ XML_CALL = (
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 )
 WEATHER = ("c0", "get_weather", '{"city": "Zürich", "days": 3}', True)
-TYPED = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-            },
-        },
-    }
-    for name in ("get_weather", "now")
-]
+
+
+def tools_with(**properties):
+    parameters = {"type": "object", "properties": properties}
+    names = ("get_weather", "now")
+    return [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in names]
+
+
+TYPED = tools_with(city={"type": "string"}, days={"type": "integer"})
 
 
 def run(template, pieces, prompt=PROMPT, tools=TYPED, **options):
@@ -59,68 +55,44 @@ def run(template, pieces, prompt=PROMPT, tools=TYPED, **options):
     return text, calls
 
 
-CASES = {
-    "one": (XML_RESPONSE, XML_CALL, "", [WEATHER]),
+UNKNOWN = XML_CALL.replace("get_weather", "other")
+LISTED = '[CALL]{"name": "now", "arguments": [1]}[/CALL]'
+XML_CASES = {
+    "one": (XML_CALL, "", [WEATHER]),
     "two after text": (
-        XML_RESPONSE,
         f"Hm.\n{XML_CALL}\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
         "Hm.",
         [WEATHER, ("c1", "now", "{}", True)],
     ),
-    "thinking": (
-        XML_RESPONSE,
-        f"<think>\nWell\n</think>\n\n{XML_CALL}",
-        "<think>\nWell\n</think>",
-        [WEATHER],
-    ),
-    "text": (XML_RESPONSE, "no call <tool", "no call", []),
-    "unknown name": (
-        XML_RESPONSE,
-        XML_CALL.replace("get_weather", "other"),
-        XML_CALL.replace("get_weather", "other"),
-        [],
-    ),
-    "json": (
-        JSON,
+    "thinking": (f"<think>\nWell\n</think>\n\n{XML_CALL}", "<think>\nWell\n</think>", [WEATHER]),
+    "text": ("no call <tool", "no call", []),
+    "unknown name": (UNKNOWN, UNKNOWN, []),
+    "cut": (XML_CALL.partition("3")[0], "", [("c0", "get_weather", '{"city": "Zürich"', False)]),
+    "cut before arguments": (XML_CALL.partition("Z")[0], "", [("c0", "get_weather", "", False)]),
+    "cut in the name": (XML_CALL.partition("weather")[0], "", []),
+}
+JSON_CASES = {
+    "one": (
         '[CALL]{"name": "now", "arguments": {"a": "ü"}}[/CALL] ok',
         "",
         [("c0", "now", '{"a": "ü"}', True)],
     ),
-    "json without arguments": (JSON, '[CALL]{"name": "now"}[/CALL]', "", [("c0", "now", "{}", True)]),
-    "json that is none": (JSON, 'a[CALL]{"name"[/CALL] b [CALL]', 'a[CALL]{"name"[/CALL] b [CALL]', []),
-    "json that is cut": (JSON, 'a[CALL]{"name"', "a", []),
-    "json of another type": (JSON, "a[CALL][1][/CALL]b", "a[CALL][1][/CALL]b", []),
-    "json of a list as arguments": (
-        JSON,
-        '[CALL]{"name": "now", "arguments": [1]}[/CALL]',
-        '[CALL]{"name": "now", "arguments": [1]}[/CALL]',
-        [],
-    ),
-    "nothing": (JSON, "", "", []),
-    "xml that is cut": (
-        XML_RESPONSE,
-        XML_CALL.partition("3")[0],
-        "",
-        [("c0", "get_weather", '{"city": "Zürich"', False)],
-    ),
-    "xml that is cut before arguments": (
-        XML_RESPONSE,
-        XML_CALL.partition("Z")[0],
-        "",
-        [("c0", "get_weather", "", False)],
-    ),
-    "xml that is cut in the name": (XML_RESPONSE, XML_CALL.partition("weather")[0], "", []),
-    "json that is cut after the name": (
-        JSON,
-        '[CALL]{"name": "now", "arguments": {"a"',
-        "",
-        [("c0", "now", "", False)],
-    ),
+    "without arguments": ('[CALL]{"name": "now"}[/CALL]', "", [("c0", "now", "{}", True)]),
+    "none": ('a[CALL]{"name"[/CALL] b [CALL]', 'a[CALL]{"name"[/CALL] b [CALL]', []),
+    "cut": ('a[CALL]{"name"', "a", []),
+    "of another type": ("a[CALL][1][/CALL]b", "a[CALL][1][/CALL]b", []),
+    "a list as arguments": (LISTED, LISTED, []),
+    "nothing": ("", "", []),
+    "cut after the name": ('[CALL]{"name": "now", "arguments": {"a"', "", [("c0", "now", "", False)]),
 }
+CASES = [
+    *((f"xml {name}", XML_RESPONSE, *case) for name, case in XML_CASES.items()),
+    *((f"json {name}", JSON, *case) for name, case in JSON_CASES.items()),
+]
 
 
 def test_every_split_gives_the_calls(subtests):
-    for name, (template, text, rest, calls) in CASES.items():
+    for name, template, text, rest, calls in CASES:
         with subtests.test(name):
             found, whole = run(template, [text])
             assert (found.rstrip() if calls else found, whole) == (rest, calls)
@@ -136,11 +108,6 @@ def test_every_split_gives_the_calls(subtests):
 
 def json_call(argument):
     return f'[CALL]{{"name": "now", "arguments": {{"a": {argument}}}}}[/CALL]'
-
-
-def tools_with(schema):
-    parameters = {"type": "object", "properties": {"a": schema}}
-    return [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
 
 
 def named(arguments="{content}", **content):
@@ -177,7 +144,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize(("template", "schema", "call"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_call_is_text(template, schema, call):
-    tools = tools_with(schema)
+    tools = tools_with(a=schema)
     for pieces in ([f"a{call}b"], ["a", *call, "b"]):
         assert run(template, pieces, tools=tools) == (f"a{call}b", [])
     assert run(template, ["Hi"], f"{PROMPT}{call}<tool>", tools) == ("Hi", [])
@@ -214,10 +181,9 @@ def test_template_is_used_for_forms_that_are_not_known():
     own, forced = (
         plan_calls(TOOLS, ToolChoice(mode), True, model_of(XML_RESPONSE)) for mode in ("auto", "required")
     )
-    assert (own.form.family, own.form.is_native) == (CallFamily.TEMPLATE, True)
-    assert (forced.form.family, forced.form.is_native) == (CallFamily.HERMES, False)
     known = plan_calls(TOOLS, None, True, model_of(XML_RESPONSE, QWEN))
-    assert (known.form.family, known.form.is_native) == (CallFamily.HERMES, True)
+    forms = [(plan.form.family, plan.form.is_native) for plan in (own, forced, known)]
+    assert forms == [(CallFamily.TEMPLATE, True), (CallFamily.HERMES, False), (CallFamily.HERMES, True)]
     assert own.markers == {b"<|python_tag|>"}  # the only special token of the template's
     assert own.grammar("") == ""
     assert forced.grammar("")
@@ -225,19 +191,16 @@ def test_template_is_used_for_forms_that_are_not_known():
         own.grammar("", answer='%json {"type": "integer"}')
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        None,
-        [],
-        "x",
-        {},
-        {"fields": {}},
-        {**XML_RESPONSE, "version": 2},
-        {"start_anchor": "a", "fields": {"content": {}}},
-    ],
-    ids=str,
-)
+WRONG = [
+    None,
+    [],
+    {"fields": {}},
+    {**XML_RESPONSE, "version": 2},
+    {"start_anchor": "a", "fields": {"content": {}}},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_response_template_that_is_wrong_or_has_no_calls_is_not_used(wrong):
     model = model_of(wrong)
     assert model.chat_format.response_template is None
@@ -248,13 +211,10 @@ async def test_chat_has_the_calls():
     text = f"Hm.\n{XML_CALL.replace('days', 'unit').replace('3', 'c')}"
     data = [text[at : at + 6].encode() for at in range(0, len(text), 6)]
 
-    class Backend(ScriptedBackend):
-        max_context = 1000
-
     def backend():
-        return Backend(pieces=data, chat_format=ChatFormat(CHAT_XML, True, ADDED, XML_RESPONSE))
+        return ScriptedBackend(pieces=data, chat_format=ChatFormat(CHAT_XML, True, ADDED, XML_RESPONSE))
 
-    body = {"messages": CHAT, "tools": BODY_TOOLS}
+    body = {"messages": CHAT, "tools": BODY_TOOLS, "max_tokens": 1000}
     path = "/v1/chat/completions"
     (choice,) = (await complete(backend(), path, **body)).json()["choices"]
     (call,) = choice["message"]["tool_calls"]
