@@ -11,24 +11,14 @@ from gammaray import (
     InternalError,
     InvalidArgumentError,
     NotFoundError,
-    ResourceExhaustedError,
     TokenOrigin,
     TopLogprob,
-    UnauthenticatedError,
     UnavailableError,
 )
 from gammaray.cli import render
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from tests.support.cli_helpers import invoke
-from tests.support.sdk_helpers import (
-    ScriptedService,
-    answer,
-    last,
-    piece,
-    refuse,
-    serve_in_thread,
-    token,
-)
+from tests.support.sdk_helpers import ScriptedService, answer, last, piece, refuse, serve_in_thread, token
 
 SMILE = "🙂".encode()
 STORY = (
@@ -57,6 +47,7 @@ def test_generate_streams_text_on_stdout_and_summary_on_stderr(story):
     result = invoke("generate", "Hi", "-a", address)
     assert result.exit_code == 0
     assert result.stdout == "one🙂 two\n"
+    assert "\x1b" not in result.stderr
     for words in (
         "6 tokens in 0.05 s: 120.0 tokens/s",
         "finished by stop, seed 9",
@@ -66,12 +57,6 @@ def test_generate_streams_text_on_stdout_and_summary_on_stderr(story):
         "accepted tokens per cycle:",
     ):
         assert words in result.stderr
-
-
-def test_generate_writes_no_escape_sequence_of_its_own(story):
-    _, address = story
-    result = invoke("generate", "Hi", "-a", address)
-    assert "\x1b" not in result.output
 
 
 def test_generate_json_is_one_object(story):
@@ -154,13 +139,12 @@ def test_generate_prediction_is_the_text_of_a_file(story, tmp_path):
     file.write_text("caf\u00e9\n", encoding="utf-8")
     result = invoke("generate", "Hi", "-a", address, "--prediction", str(file))
     assert result.exit_code == 0, result.output
-    assert service.requests[0].prediction.text == "caf\u00e9\n"
     file.write_bytes(b"x\xff")
     result = invoke("generate", "Hi", "-a", address, "--prediction", str(file))
     assert result.exit_code != 0
     assert "prediction" in result.output
     assert "offset 1" in result.output
-    assert len(service.requests) == 1
+    assert [request.prediction.text for request in service.requests] == ["caf\u00e9\n"]
 
 
 def test_generate_forms_reach_the_server_as_grammars(story, tmp_path):
@@ -231,19 +215,12 @@ def test_address_and_key_come_from_the_environment(story):
     assert service.metadata[0]["authorization"] == "Bearer secret"
 
 
-def test_generate_writes_the_exact_text_where_there_is_no_terminal():
-    evil = last("a\x1b[2Jb", token("a\x1b[2Jb"))
-    with serve_in_thread(ScriptedService(answer(evil))) as address:
-        result = invoke("generate", "Hi", "-a", address)
-    assert result.stdout == "a\x1b[2Jb\n"
-
-
-def test_control_characters_never_reach_a_terminal(monkeypatch):
-    monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
-    evil = last("a\x1b[2Jb\tc", token("a\x1b[2Jb\tc"))
-    with serve_in_thread(ScriptedService(answer(evil))) as address:
-        result = invoke("generate", "Hi", "-a", address)
-    assert result.stdout == "a\u241b[2Jb\tc\n"
+def test_control_characters_reach_pipes_but_never_a_terminal(monkeypatch):
+    with serve_in_thread(ScriptedService(answer(last("a\x1b[2Jb\tc")))) as address:
+        piped = invoke("generate", "Hi", "-a", address)
+        monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+        shown = invoke("generate", "Hi", "-a", address)
+    assert (piped.stdout, shown.stdout) == ("a\x1b[2Jb\tc\n", "a\u241b[2Jb\tc\n")
 
 
 def test_status_json_has_the_documented_shape(story):
@@ -286,9 +263,7 @@ def test_status_table_lists_every_process(story):
     [
         (InvalidArgumentError("prompt", "9999 tokens", "at most 512"), 2),
         (UnavailableError("no target worker"), 3),
-        (ResourceExhaustedError("too many requests in flight"), 1),
         (NotFoundError("no model named x"), 1),
-        (UnauthenticatedError("no valid API key"), 1),
         (InternalError("internal error (KeyError)"), 1),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),

@@ -6,51 +6,35 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import gammaray
-from tests.support.sdk_helpers import (
-    WAIT_S,
-    ScriptedService,
-    endless,
-    serve_in_thread,
-)
+from tests.support.sdk_helpers import WAIT_S, ScriptedService, endless, serve_in_thread
 
 ROOT = Path(gammaray.__file__).parents[1]
 
 
-def run_module(*arguments, cwd=ROOT, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-m", "gammaray", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )
-
-
-def test_interrupt_cancels_on_the_server_and_is_exit_code_130():
+@pytest.mark.parametrize(("is_interrupted", "code"), [(True, 130), (False, 1)], ids=["interrupt", "pipe"])
+def test_interrupt_and_closed_pipe_cancel_on_the_server_and_end_quietly(is_interrupted, code):
     service = ScriptedService(endless)
     with serve_in_thread(service) as address:
-        process = run_module("generate", "Hi", "-a", address)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gammaray", "generate", "Hi", "-a", address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         try:
             assert process.stdout.read(3) == b"xxx"
-            process.send_signal(signal.SIGINT)
-            _, stderr = process.communicate(timeout=WAIT_S)
+            if is_interrupted:
+                process.send_signal(signal.SIGINT)
+                _, stderr = process.communicate(timeout=WAIT_S)
+            else:
+                process.stdout.close()
+                process.wait(WAIT_S)
+                stderr = process.stderr.read()
         finally:
             process.kill()
         assert service.cancelled.wait(WAIT_S)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert b"Traceback" not in stderr
-
-
-def test_closed_pipe_ends_quietly():
-    service = ScriptedService(endless)
-    with serve_in_thread(service) as address:
-        process = run_module("generate", "Hi", "-a", address)
-        try:
-            assert process.stdout.read(1) == b"x"
-            process.stdout.close()
-            assert process.wait(WAIT_S) == 1
-        finally:
-            process.kill()
-        assert b"Traceback" not in process.stderr.read()
-        assert service.cancelled.wait(WAIT_S)

@@ -10,7 +10,6 @@ from gammaray import (
     AsyncClient,
     CancelledError,
     DeadlineExceededError,
-    InternalError,
     InvalidArgumentError,
     ProcessStatus,
     RetryPolicy,
@@ -76,27 +75,11 @@ async def test_complete_joins_text_and_tokens():
     assert (completion.usage, completion.summary) == (USAGE, SUMMARY)
 
 
-@pytest.mark.parametrize("chunks", [(), (piece("cut"),)], ids=["empty", "cut"])
-async def test_generate_stream_without_an_end_raises(chunks):
-    service = ScriptedService(answer(*chunks))
-    async with serve(service) as address, AsyncClient(address, retry=NO_RETRY) as client:
-        with pytest.raises(InternalError, match="finish reason"):
-            await client.complete("Hi")
-
-
 async def test_generate_message_above_grpcs_default_limit_arrives():
     text = "x" * (5 * 2**20)
     async with serve(ScriptedService(answer(last(text, token("x"))))) as address:
         async with AsyncClient(address) as client:
             assert (await client.complete("Hi")).text == text
-
-
-async def test_generate_break_cancels_on_the_server():
-    service = ScriptedService(endless)
-    async with serve(service) as address, AsyncClient(address) as client:
-        async for _ in client.generate("Hi"):
-            break
-        assert await happens(service.cancelled)
 
 
 @pytest.mark.parametrize("behaviour", [endless, silent], ids=["between chunks", "before the first"])
@@ -121,6 +104,7 @@ async def test_generate_closed_client_raises_cancelled():
         with pytest.raises(CancelledError):
             async for _ in chunks:
                 pass
+    assert len(service.requests) == 1
 
 
 @dataclass(frozen=True)
@@ -197,10 +181,7 @@ async def test_wait_ready_refused_key_raises_at_once():
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        ({"address": "localhost"}, "address"),
-        ({"address": "http://localhost:9000"}, "address"),
         ({"address": ""}, "address"),
-        ({"address": "fd00::4:9000"}, "address"),
         ({"api_key": ""}, "api_key"),
         ({"api_key": "a\nb"}, "api_key"),
         ({"timeout_s": 0}, "timeout_s"),

@@ -184,12 +184,6 @@ async def test_retry_reaches_a_server_that_starts_late():
             assert (await task).text == "late"
 
 
-async def test_retry_without_a_server_raises_unavailable():
-    async with AsyncClient("127.0.0.1:1", retry=FAST_RETRY) as client:
-        with pytest.raises(UnavailableError, match="refused"):
-            await client.status()
-
-
 def test_retry_policy_delays_grow_up_to_the_bound():
     policy = RetryPolicy(initial_delay_s=1, max_delay_s=4)
     for attempt, bound in enumerate([1, 2, 4, 4]):

@@ -9,12 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gammaray import (
-    CancelledError,
-    Client,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-)
+from gammaray import CancelledError, Client, InvalidArgumentError, ResourceExhaustedError
 from tests.support.sdk_helpers import (
     NO_RETRY,
     PROCESSES,
@@ -31,16 +26,12 @@ from tests.support.sdk_helpers import (
 )
 
 
-def test_sync_generate_yields_chunks():
-    chunks = [piece("a"), piece("b"), last("c")]
-    with serve_in_thread(ScriptedService(answer(*chunks))) as address, Client(address) as client:
-        assert list(client.generate("Hi", seed=1)) == numbered(chunks)
-
-
-def test_sync_complete_status_and_wait_ready_answer():
-    service = ScriptedService(answer(piece("a"), last("b")))
+def test_sync_calls_answer():
+    chunks = [piece("a"), last("b")]
+    service = ScriptedService(answer(*chunks))
     with serve_in_thread(service) as address, Client(address, api_key="secret") as client:
         assert client.complete("Hi", gamma=0).text == "ab"
+        assert list(client.generate("Hi", seed=1)) == numbered(chunks)
         assert client.status() == PROCESSES
         assert client.wait_ready(5) == PROCESSES
     assert service.requests[0].gamma.fixed == 0
