@@ -74,7 +74,6 @@ def test_choices_come_by_index_and_usage_may_be_absent():
         (body([]), "choices[0].logprobs"),
         (body({"tokens": "ab"}), "choices[0].logprobs.tokens"),
         (body({**LISTS, "token_logprobs": [-1.0]}), "choices[0].logprobs"),
-        (body({**LISTS, "token_logprobs": [-1.0, 0.5]}), "choices[0].logprobs.token_logprobs[1]"),
         (body({**LISTS, "token_logprobs": [-1.0, math.nan]}), "choices[0].logprobs.token_logprobs[1]"),
         (body({**LISTS, "top_logprobs": [{"a": "0"}, {}]}), "choices[0].logprobs.top_logprobs[0]"),
         (body({"content": [{"token": 1}]}), "choices[0].logprobs.content[0].token"),

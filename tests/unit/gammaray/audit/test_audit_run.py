@@ -58,11 +58,10 @@ async def test_any_error_of_a_check_is_its_finding_and_the_others_go_on(monkeypa
 async def test_worst_way_decides_unless_it_is_not_possible(monkeypatch, streamed, status):
     async def check(subject):
         await subject.ask("hi", max_tokens=1)
-        if not subject.mode.is_streamed:
-            return passed("p")
-        if isinstance(streamed, Exception):
-            raise streamed
-        return streamed
+        found = streamed if subject.mode.is_streamed else passed("p")
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     found = (await audited({"stop": check}, monkeypatch))["stop"]
     assert found.status is status

@@ -84,7 +84,6 @@ def test_request_wrong_option_is_named(subtests):
         ({"stop": "\ud800"}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": 3}, "stop_token_ids"),
-        ({"allowed_token_ids": [2**32]}, "allowed_token_ids"),
         ({"banned_token_ids": ["a"]}, "banned_token_ids"),
         ({"logit_bias": {1: 101.0}}, "logit_bias[1]"),
         ({"logit_bias": [1]}, "logit_bias"),

@@ -3,8 +3,6 @@
 import itertools
 import json
 import random
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.matcher import GrammarCompiler, GrammarState
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar
@@ -21,8 +18,9 @@ from tests.support.processing_helpers import small_compiler, small_tokenizer
 
 EOS = (0, 3)
 TOKENS = ("<eos>", "a", "b", "<eot>", "ab", "ba", "c", "abc", "bab")
+AB_OR_BA = "start: /(ab|ba){1,2}c?/"
 LANGUAGES = {
-    "start: /(ab|ba){1,2}c?/": [
+    AB_OR_BA: [
         "".join(parts) + end
         for count in (1, 2)
         for parts in itertools.product(("ab", "ba"), repeat=count)
@@ -45,12 +43,6 @@ ARRAY = {"type": "array", "items": {"enum": [1, 12, True, '"', "\\1"]}, "maxItem
 
 def begin(grammar: str) -> GrammarState:
     return small_compiler(TOKENS, len(TOKENS) + 3, EOS).begin(grammar)
-
-
-@cache
-def demo() -> tuple[Tokenizer, GrammarCompiler]:
-    tokenizer = Tokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
-    return tokenizer, GrammarCompiler(tokenizer.to_str(), tokenizer.get_vocab_size(), [0])
 
 
 def ids_of(mask: bytes | None) -> list[int] | None:
@@ -175,7 +167,7 @@ def test_forced_tokens_have_no_alternative():
 
 
 def test_possible_part_of_a_draft_ends_with_an_end_of_sequence():
-    state = begin("start: /(ab|ba){1,2}c?/")
+    state = begin(AB_OR_BA)
     assert state.count_possible([4, 4, 6, 0, 1]) == 4  # a b a b c, the end; not what follows
     assert state.count_possible([4, 4, 4]) == 2
     assert state.count_possible([0]) == 0
@@ -184,41 +176,34 @@ def test_possible_part_of_a_draft_ends_with_an_end_of_sequence():
     assert len(state) == 0
 
 
-def test_token_that_does_not_follow_is_refused_and_changes_nothing():
-    state = begin("start: /(ab|ba){1,2}c?/")
+def test_every_end_of_sequence_ends_the_text():
+    for eos in EOS:
+        state = begin(AB_OR_BA)
+        state.extend([4, eos])
+        assert state.is_ended
+        assert state.masks([(), (4,)]) == [None, None]
+        assert state.forced(9) == []
+        assert state.count_possible([4]) == 0
+        state.truncate(1)
+        assert not state.is_ended
+        assert state.is_complete
+
+
+def test_id_that_is_no_token_or_does_not_follow_is_impossible_and_changes_nothing():
+    state = begin(AB_OR_BA)
     state.extend([4])
     before = state.masks([()])
+    for wrong in (-1, len(TOKENS) + 3, 2**31, 2**32, 2**70):
+        assert state.masks([(4, wrong), (wrong,), (), (wrong, 0)]) == [None, None, before[0], None]
+        assert state.count_possible([4, wrong, 6]) == 1
+        assert state.forced_after([wrong], 9) == []
+        with pytest.raises(InvalidArgumentError, match=f"^grammar: got token {wrong} at 2 of the completion"):
+            state.extend([4, wrong])
+        assert (len(state), state.masks([()])) == (1, before)
     for tokens in ([4, 4], [6, 1], [len(TOKENS) + 2]):
         with pytest.raises(InvalidArgumentError, match=r"^grammar: got token \d+ at \d+ of the completion"):
             state.extend(tokens)
-        assert len(state) == 1
-        assert state.masks([()]) == before
-
-
-@pytest.mark.parametrize("eos", EOS)
-def test_every_end_of_sequence_ends_the_text(eos):
-    state = begin("start: /(ab|ba){1,2}c?/")
-    state.extend([4, eos])
-    assert state.is_ended
-    assert state.masks([(), (4,)]) == [None, None]
-    assert state.forced(9) == []
-    assert state.count_possible([4]) == 0
-    state.truncate(1)
-    assert not state.is_ended
-    assert state.is_complete
-
-
-@pytest.mark.parametrize("wrong", [-1, len(TOKENS) + 3, 2**31, 2**32, 2**70])
-def test_id_that_is_no_token_is_impossible_and_changes_nothing(wrong):
-    state = begin("start: /(ab|ba){1,2}c?/")
-    state.extend([4])
-    before = state.masks([()])
-    assert state.masks([(4, wrong), (wrong,), (), (wrong, 0)]) == [None, None, before[0], None]
-    assert state.count_possible([4, wrong, 6]) == 1
-    assert state.forced_after([wrong], 9) == []
-    with pytest.raises(InvalidArgumentError, match=f"^grammar: got token {wrong} at 2 of the completion"):
-        state.extend([4, wrong])
-    assert (len(state), state.masks([()])) == (1, before)
+        assert (len(state), state.masks([()])) == (1, before)
 
 
 @pytest.mark.parametrize("grammar", ["start: /(?s:.)*/", 'start: %json {"type": "string"}'])
@@ -245,7 +230,6 @@ def test_wrong_grammars_are_refused_with_the_reason(subtests):
         ('start: "a', "grammar"),
         ('root ::= "a"', "grammar"),  # GBNF
         ("start: A\nA: /a(?=b)/", "look"),
-        ("start: A\nA: /a\\1/", "grammar"),
         ('start: %json {"$ref": "#/$defs/none"}', "none"),
         ('start: %json {"type": "object", "minProperties": 3, "maxProperties": 2}', "grammar"),
         ("start: <[1]>", "no tokens by number"),
@@ -285,9 +269,5 @@ def test_tokens_that_end_a_completion_are_as_those_of_a_compiler_that_has_them(e
                 assert one.count_possible([token_id]) == other.count_possible([token_id])
                 one.extend([token_id])
                 other.extend([token_id])
-
-
-def test_end_token_outside_of_the_vocabulary_is_ignored():
-    compiler = small_compiler(TOKENS, len(TOKENS) + 3, EOS)
-    masks = [compiler.begin("start: /a?/", ends).masks([()]) for ends in ((0, 10**6), (0,))]
-    assert masks[0] == masks[1]
+    masks = [shared.begin("start: /a?/", given).masks([()]) for given in ((*ends, 10**6), ends)]
+    assert masks[0] == masks[1], "an end outside of the vocabulary is ignored"

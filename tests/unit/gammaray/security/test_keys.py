@@ -6,14 +6,13 @@ import os
 import time
 
 import pytest
-from click.testing import CliRunner
 
-from gammaray.cli import main
-from gammaray.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError
+from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key, make_secret, read_keys, revoke_key
 from gammaray.wire.metadata import TIMEOUT_HEADER
 from orchestrator.access import reloaded
 from orchestrator.access.caller import ANONYMOUS, PRIORITY_HEADER, Authenticator, Caller, name_of
+from tests.support.cli_helpers import invoke
 
 
 @pytest.fixture
@@ -31,72 +30,49 @@ def bearer(key):
 
 
 def test_create_key_stores_no_secret_in_a_file_readable_by_its_owner_only(path):
-    key, secret = create_key(path, "acme", "laptop")
+    made = [create_key(path, "acme", "laptop") for _ in range(10)]
+    key, secret = made[0]
+    assert len({key.id for key, _ in made}) == len({secret for _, secret in made}) == 10
     assert secret not in path.read_text()
     assert secret.split("_", 2)[2] not in path.read_text()
     assert os.stat(path).st_mode & 0o077 == 0
-    assert read_keys(path) == (key,)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert read_keys(path) == tuple(key for key, _ in made)
     assert key.matches(secret)
     assert not key.matches(secret[:-1])
     assert not key.matches(make_secret())
 
 
-def test_create_key_many_have_different_ids_and_leave_no_other_file(path):
-    made = [create_key(path, "acme") for _ in range(20)]
-    assert len({key.id for key, _ in made}) == 20
-    assert len({secret for _, secret in made}) == 20
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
-@pytest.mark.parametrize("tenant", ["", "A", "a:b", "a b", "-a", "a" * 33, "é"])
-def test_create_key_odd_tenant_is_refused(path, tenant):
-    with pytest.raises(InvalidArgumentError, match="tenant"):
-        create_key(path, tenant)
+def test_create_key_odd_tenant_is_refused(path):
+    for tenant in ("", "A", "a:b", "-a", "a" * 33, "é"):
+        with pytest.raises(InvalidArgumentError, match="tenant"):
+            create_key(path, tenant)
     assert not path.exists()
 
 
-def test_revoke_key_unknown_id_is_reported(path):
-    key, _ = create_key(path, "acme")
-    with pytest.raises(NotFoundError):
-        revoke_key(path, "00000000")
-    assert revoke_key(path, key.id) == key
-    assert read_keys(path) == ()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{",
-        '{"version": 2}',
-        '{"keys": [{"id": "zz"}]}',
-        '{"keys": [], "secret": "hunter2"}',
-        "\xff",
-    ],
-)
-def test_read_keys_malformed_file_is_refused_without_its_content(path, text):
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(InvalidArgumentError, match="api_keys_file") as caught:
-        read_keys(path)
-    assert "hunter2" not in str(caught.value)
+def test_read_keys_malformed_file_is_refused_without_its_content(path):
+    for content in (b"", b"[]", b'{"keys": [{"id": "zz"}]}', b'{"keys": [], "secret": "hunter2"}', b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(InvalidArgumentError, match="api_keys_file") as caught:
+            read_keys(path)
+        assert "hunter2" not in str(caught.value)
 
 
 def test_command_creates_lists_and_revokes(path):
-    run = CliRunner().invoke
-    made = run(main, ["keys", "create", "-f", str(path), "-t", "acme", "--note", "ci"])
+    def keys(command, *arguments):
+        return invoke("keys", command, "-f", path, *arguments)
+
+    made = keys("create", "-t", "acme", "--note", "ci")
     assert made.exit_code == 0
-    secret = made.stdout.strip()
-    listed = run(main, ["keys", "list", "-f", str(path), "--json"])
-    (entry,) = json.loads(listed.stdout)["keys"]
+    (entry,) = json.loads(keys("list", "--json").stdout)["keys"]
     assert (entry["tenant"], entry["note"]) == ("acme", "ci")
     assert entry.keys() == {"id", "tenant", "created_at", "note"}
-    table = run(main, ["keys", "list", "-f", str(path)])
-    assert entry["id"] in table.stdout
-    assert Authenticator(path).identify(bearer(secret)).tenant == "acme"
-    assert run(main, ["keys", "revoke", "-f", str(path), entry["id"]]).exit_code == 0
-    assert run(main, ["keys", "revoke", "-f", str(path), entry["id"]]).exit_code == 1
-    assert run(main, ["keys", "list", "-f", str(path.parent / "none.json")]).exit_code == 2
+    assert entry["id"] in keys("list").stdout
+    assert Authenticator(path).identify(bearer(made.stdout.strip())).tenant == "acme"
+    assert keys("revoke", entry["id"]).exit_code == 0
+    assert keys("revoke", entry["id"]).exit_code == 1
+    assert read_keys(path) == ()
+    assert keys("list", "-f", path.parent / "none.json").exit_code == 2
 
 
 def test_identify_without_configured_keys_accepts_anonymous_callers():
@@ -108,7 +84,6 @@ def test_identify_without_configured_keys_accepts_anonymous_callers():
     "headers",
     [
         {},
-        {"authorization": ""},
         {"authorization": "Bearer"},
         {"authorization": "Bearer "},
         {"authorization": "Basic dXNlcjpwYXNz"},
@@ -119,8 +94,11 @@ def test_identify_without_configured_keys_accepts_anonymous_callers():
 )
 def test_identify_without_a_valid_key_is_rejected(path, headers):
     create_key(path, "acme")
+    additional = make_secret()
+    door = Authenticator(path, {"probe": hash_key(additional)})
+    assert door.identify(bearer(additional)).tenant == "probe"
     with pytest.raises(UnauthenticatedError) as caught:
-        Authenticator(path).identify(headers)
+        door.identify(headers)
     given = headers.get("authorization", "").partition(" ")[2]
     assert not given or given not in str(caught.value)
 
@@ -162,15 +140,6 @@ def test_authenticator_without_a_key_does_not_start(path):
         Authenticator(path)
     with pytest.raises(InvalidArgumentError, match="api_keys_file"):
         Authenticator(path.parent / "none.json")
-
-
-def test_identify_accepts_an_additional_key(path):
-    create_key(path, "acme")
-    secret = make_secret()
-    door = Authenticator(path, {"probe": hash_key(secret)})
-    assert door.identify(bearer(secret)).tenant == "probe"
-    with pytest.raises(UnauthenticatedError):
-        door.identify(bearer(make_secret()))
 
 
 def test_identify_reads_deadline_and_priority():

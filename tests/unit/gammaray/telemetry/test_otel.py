@@ -43,8 +43,7 @@ def test_exports_traces_when_the_standard_variables_say_so(monkeypatch, environm
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("OTEL_TRACES_EXPORTER", "zipkin"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")],
+    ("name", "value"), [("OTEL_TRACES_EXPORTER", "zipkin"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")]
 )
 def test_exports_rejects_unsupported_values(monkeypatch, name, value):
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:4318")

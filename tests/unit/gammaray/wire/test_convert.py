@@ -63,6 +63,7 @@ requests = st.builds(
     prediction=st.text(max_size=20) | st.lists(token_ids, min_size=1, max_size=5).map(tuple),
     num_prompt_logprobs=st.none() | st.integers(0, t.MAX_TOP_LOGPROBS),
 ).map(lambda request: replace(request, max_tokens=max(request.max_tokens, request.sampling.min_tokens)))
+unstored = requests.map(lambda request: replace(request, store=False, session_id=""))
 emitted = st.builds(
     t.EmittedToken,
     token_id=token_ids,
@@ -74,23 +75,14 @@ emitted = st.builds(
     ),
     drafter=st.none() | st.sampled_from(t.DrafterKind),
 )
+TIMES = ("draft_ms", "verify_ms", "other_ms", "total_ms")
+COUNTS = ("cycles", "suffix_cycles", "prediction_cycles", "drafted_tokens", "accepted_tokens")
 summaries = st.builds(
     t.SpeculationSummary,
-    cycles=counts,
-    tokens_per_cycle=floats,
-    alpha=st.none() | floats,
-    acceptance_rate=st.none() | floats,
+    **dict.fromkeys(("tokens_per_cycle", "gamma_mean", *TIMES), floats),
+    **dict.fromkeys(("alpha", "acceptance_rate", "speedup_estimate"), st.none() | floats),
+    **dict.fromkeys(COUNTS, counts),
     accepted_lengths=st.lists(counts, max_size=9).map(tuple),
-    gamma_mean=floats,
-    draft_ms=floats,
-    verify_ms=floats,
-    other_ms=floats,
-    total_ms=floats,
-    speedup_estimate=st.none() | floats,
-    suffix_cycles=counts,
-    prediction_cycles=counts,
-    drafted_tokens=counts,
-    accepted_tokens=counts,
 )
 
 
@@ -127,7 +119,7 @@ def over_the_wire(message):
     return type(message).FromString(message.SerializeToString())
 
 
-@given(requests)
+@given(requests | unstored | st.just(t.GenerationRequest("Hi")))
 def test_request_round_trip(request):
     assert convert.request_from_proto(over_the_wire(convert.request_to_proto(request))) == request
 
@@ -153,27 +145,14 @@ def test_process_status_round_trip(process):
     assert process_from_proto(over_the_wire(process_to_proto(process))) == process
 
 
-def test_empty_request_message_has_the_documented_defaults():
-    request = convert.request_from_proto(gen.GenerateRequest(text="Hi"))
-    assert request == t.GenerationRequest("Hi")
-
-
-def test_request_that_is_not_stored_round_trip():
-    request = t.GenerationRequest("Hi", store=False)
-    assert convert.request_from_proto(over_the_wire(convert.request_to_proto(request))) == request
-
-
-@pytest.mark.parametrize("cls", [t.SamplingParams, t.GenerationRequest, t.Chunk, t.EmittedToken])
-def test_types_and_messages_have_the_same_number_of_fields(cls):
-    message = {
-        t.SamplingParams: pb.SamplingParams,
-        t.GenerationRequest: gen.GenerateRequest,
-        t.Chunk: gen.GenerateResponse,
-        t.EmittedToken: gen.EmittedToken,
-    }[cls]
-    # A prompt is one field of the type and two alternatives of the message.
-    extra = 1 if cls is t.GenerationRequest else 0
-    assert len(dataclasses.fields(cls)) + extra == len(message.DESCRIPTOR.fields)
+def test_types_and_messages_have_the_same_number_of_fields():
+    for cls, message, extra in (
+        (t.SamplingParams, pb.SamplingParams, 0),
+        (t.GenerationRequest, gen.GenerateRequest, 1),  # a prompt is two alternatives of the message
+        (t.Chunk, gen.GenerateResponse, 0),
+        (t.EmittedToken, gen.EmittedToken, 0),
+    ):
+        assert len(dataclasses.fields(cls)) + extra == len(message.DESCRIPTOR.fields), cls
 
 
 def test_request_wrong_message_is_refused_and_the_field_named(subtests):

@@ -12,31 +12,14 @@ from tests.support.sdk_helpers import ScriptedService, answer, last, serve_in_th
 
 def cycle(index: int, **fields: object) -> pb.CycleRecord:
     """Return a cycle of 4 ms: propose 1, of which 0.5 computing; verify 2, of which 2 computing; other 1."""
-    return pb.CycleRecord(
-        **{
-            "start_us": 1_700_000_000_000_000 + 4000 * index,
-            "total_us": 4000,
-            "propose_us": 1000,
-            "verify_us": 2000,
-            "epoch": 1,
-            "base_position": 10 + 3 * index,
-            "gamma": 4,
-            "gamma_reason": "best",
-            "drafted": 4,
-            "tested": 3,
-            "accepted": 2,
-            "emitted": 3,
-            "next_origin": types_pb2.TOKEN_ORIGIN_CORRECTION,
-            "drafter": types_pb2.DRAFTER_KIND_MODEL,
-            "draft": pb.WorkerCall(
-                address="d:1", blocks=1, timing=types_pb2.WorkerTiming(compute_us=500, batch_size=1)
-            ),
-            "target": pb.WorkerCall(
-                address="t:1", blocks=1, timing=types_pb2.WorkerTiming(compute_us=2000, batch_size=3)
-            ),
-            **fields,
-        }
-    )
+    draft, target = (types_pb2.WorkerTiming(compute_us=us, batch_size=n) for us, n in ((500, 1), (2000, 3)))
+    given = {"start_us": 1_700_000_000_000_000 + 4000 * index, "base_position": 10 + 3 * index, "epoch": 1}
+    given |= {"total_us": 4000, "propose_us": 1000, "verify_us": 2000, "gamma": 4, "gamma_reason": "best"}
+    given |= {"drafted": 4, "tested": 3, "accepted": 2, "emitted": 3}
+    given |= {"next_origin": types_pb2.TOKEN_ORIGIN_CORRECTION, "drafter": types_pb2.DRAFTER_KIND_MODEL}
+    given |= {"draft": pb.WorkerCall(address="d:1", blocks=1, timing=draft)}
+    given |= {"target": pb.WorkerCall(address="t:1", blocks=1, timing=target)}
+    return pb.CycleRecord(**{**given, **fields})
 
 
 class RecordingService(ScriptedService):
