@@ -42,19 +42,15 @@ def test_every_known_variable_passes():
     check_environment(known_variables, {"PATH": "x", "GAMMA": "x", "MY_GAMMARAY_THING": "x"})
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
+def test_misspelt_variable_names_the_nearest_and_not_its_value():
+    for wrong, right in (
         ("GAMMARAY_HTTP_PROT", "GAMMARAY_HTTP_PORT"),
         ("GAMMARAY_APIKEY", "GAMMARAY_API_KEY"),
         ("gammaray_max_gama", "GAMMARAY_MAX_GAMMA"),
-    ],
-)
-def test_misspelt_variable_names_the_nearest_and_not_its_value(wrong, right):
-    with pytest.raises(InvalidArgumentError, match=rf"nearest name is {right}$") as caught:
-        check_environment(known_variables, {wrong: SECRET})
-    assert caught.value.field == wrong
-    assert SECRET not in str(caught.value)
+    ):
+        with pytest.raises(InvalidArgumentError, match=rf"^{wrong}: .*nearest name is {right}$") as caught:
+            check_environment(known_variables, {wrong: SECRET})
+        assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize("settings", [ClusterSettings, OrchestratorSettings, TargetSettings])
@@ -89,18 +85,15 @@ def test_command_line_refuses_it_with_exit_code_2_except_for_help(arguments):
     assert invoke("--help", env=environment).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
+def test_hosts_are_added_to_those_without_a_proxy():
+    for environment, expected in (
         ({}, "a,b"),
         ({"no_proxy": "c , d"}, "c , d,a,b"),
         ({"NO_PROXY": "c"}, "c,a,b"),
         ({"no_proxy": "c", "NO_PROXY": "d"}, "c,a,b"),
         ({"no_proxy": " ", "NO_PROXY": "d"}, "d,a,b"),
         ({"no_proxy": "b,c"}, "b,c,a"),
-    ],
-)
-def test_hosts_are_added_to_those_without_a_proxy(environment, expected):
-    environment["http_proxy"] = "http://127.0.0.1:9"
-    assert past_proxies(environment, "a", "b") == {"no_proxy": expected, "NO_PROXY": expected}
+    ):
+        found = past_proxies({**environment, "http_proxy": "http://127.0.0.1:9"}, "a", "b")
+        assert found == {"no_proxy": expected, "NO_PROXY": expected}
     assert past_proxies({"NO_PROXY": "*"}, "a") == {}  # names beside it would take its meaning away

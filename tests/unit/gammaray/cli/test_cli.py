@@ -1,6 +1,12 @@
 """The `gammaray` command against a scripted server: what it prints, and how it ends."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +24,19 @@ from gammaray import (
 from gammaray.cli import render
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from tests.support.cli_helpers import invoke
-from tests.support.sdk_helpers import ScriptedService, answer, last, piece, refuse, serve_in_thread, token
+from tests.support.sdk_helpers import (
+    SUMMARY,
+    USAGE,
+    WAIT_S,
+    ScriptedService,
+    answer,
+    endless,
+    last,
+    piece,
+    refuse,
+    serve_in_thread,
+    token,
+)
 
 SMILE = "🙂".encode()
 STORY = (
@@ -36,15 +54,19 @@ STORY = (
 
 
 @pytest.fixture
-def story():
-    service = ScriptedService(answer(*STORY))
+def service():
+    return ScriptedService(answer(*STORY))
+
+
+@pytest.fixture
+def run(service):
+    """Run a command against the service."""
     with serve_in_thread(service) as address:
-        yield service, address
+        yield lambda *arguments, **more: invoke(*arguments, "-a", address, **more)
 
 
-def test_generate_streams_text_on_stdout_and_summary_on_stderr(story):
-    _, address = story
-    result = invoke("generate", "Hi", "-a", address)
+def test_generate_streams_text_on_stdout_and_summary_on_stderr(run):
+    result = run("generate", "Hi")
     assert result.exit_code == 0
     assert result.stdout == "one🙂 two\n"
     assert "\x1b" not in result.stderr
@@ -59,35 +81,27 @@ def test_generate_streams_text_on_stdout_and_summary_on_stderr(story):
         assert words in result.stderr
 
 
-def test_generate_json_is_one_object(story):
-    _, address = story
-    result = invoke("generate", "Hi", "-a", address, "--json")
+OF_THE_SUMMARY = (
+    *("cycles", "tokens_per_cycle", "alpha", "acceptance_rate", "gamma_mean", "drafted_tokens"),
+    *("accepted_tokens", "speedup_estimate"),
+)
+
+
+def test_generate_json_is_one_object(run):
+    result = run("generate", "Hi", "--json")
     assert result.stderr == ""
     assert json.loads(result.stdout) == {
         "text": "one🙂 two",
         "finish_reason": "stop",
         "seed": 9,
-        "usage": {
-            "prompt_tokens": 4,
-            "completion_tokens": 6,
-            "accepted_prediction_tokens": 3,
-            "rejected_prediction_tokens": 1,
-            "cached_tokens": 2,
-        },
+        "usage": asdict(USAGE),
         "gammaray": {
             "session_id": "s1",
-            "cycles": 3,
-            "tokens_per_cycle": 2.0,
-            "alpha": 0.75,
-            "acceptance_rate": 0.5,
+            **{name: getattr(SUMMARY, name) for name in OF_THE_SUMMARY},
             "accepted_lengths": [1, 1, 1],
-            "gamma_mean": 2.5,
-            "drafted_tokens": 6,
-            "accepted_tokens": 3,
             "origins": ["accepted", "correction", "bonus", "accepted"],
             "token_ids": [1, 2, 3, 4],
             "time_ms": {"draft": 10.0, "verify": 30.0, "other": 10.0, "total": 50.0},
-            "speedup_estimate": 1.5,
             "cycles_by_drafter": dict.fromkeys(
                 ("model", "head", "suffix", "prediction", "grammar", "none"), 0
             ),
@@ -110,11 +124,10 @@ def test_generate_json_logprobs_come_when_asked_for():
     ]
 
 
-def test_generate_options_reach_the_server(story):
-    service, address = story
+def test_generate_options_reach_the_server(run, service):
     arguments = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 3 --gamma 4"
     more = "--verification rejection --drafter none --session-id mine --ignore-eos --presence-penalty -1"
-    result = invoke("generate", "Hi", "-a", address, *arguments.split(), *more.split(), "--stop", "a b")
+    result = run("generate", "Hi", *arguments.split(), *more.split(), "--stop", "a b")
     assert result.exit_code == 0, result.output
     request, sampling = service.requests[0], service.requests[0].sampling
     assert (request.text, request.max_tokens, list(request.stop)) == ("Hi", 5, ["a b"])
@@ -124,31 +137,28 @@ def test_generate_options_reach_the_server(story):
     assert (request.session_id, request.ignore_eos) == ("mine", True)
 
 
-def test_generate_defaults_let_the_server_choose(story):
-    service, address = story
-    invoke("generate", "Hi", "-a", address)
+def test_generate_defaults_let_the_server_choose(run, service):
+    run("generate", "Hi")
     request = service.requests[0]
     assert request.gamma.adaptive
     assert not request.sampling.HasField("seed")
     assert request.max_tokens == 128
 
 
-def test_generate_prediction_is_the_text_of_a_file(story, tmp_path):
-    service, address = story
+def test_generate_prediction_is_the_text_of_a_file(run, service, tmp_path):
     file = tmp_path / "expected.txt"
     file.write_text("caf\u00e9\n", encoding="utf-8")
-    result = invoke("generate", "Hi", "-a", address, "--prediction", str(file))
+    result = run("generate", "Hi", "--prediction", str(file))
     assert result.exit_code == 0, result.output
     file.write_bytes(b"x\xff")
-    result = invoke("generate", "Hi", "-a", address, "--prediction", str(file))
+    result = run("generate", "Hi", "--prediction", str(file))
     assert result.exit_code != 0
     assert "prediction" in result.output
     assert "offset 1" in result.output
     assert [request.prediction.text for request in service.requests] == ["caf\u00e9\n"]
 
 
-def test_generate_forms_reach_the_server_as_grammars(story, tmp_path):
-    service, address = story
+def test_generate_forms_reach_the_server_as_grammars(run, service, tmp_path):
     schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text('{"type": "string", "const": "caf\u00e9"}', encoding="utf-8")
     lark.write_text('start: "\u00e9"\n', encoding="utf-8")
@@ -156,7 +166,7 @@ def test_generate_forms_reach_the_server_as_grammars(story, tmp_path):
         *(["--json-schema", schema], ["--regex", "[a,b]+"], ["--choice", "a,b", "--choice", "c"]),
         *(["--grammar", lark], []),
     ):
-        result = invoke("generate", "Hi", "-a", address, *options)
+        result = run("generate", "Hi", *options)
         assert result.exit_code == 0, result.output
     assert [request.sampling.grammar for request in service.requests] == [
         json_schema_grammar({"type": "string", "const": "caf\u00e9"}),
@@ -202,15 +212,15 @@ def test_generate_checks_a_form_before_it_is_sent(tmp_path):
         assert words in result.stderr
 
 
-def test_generate_dash_reads_stdin(story):
-    service, address = story
-    invoke("generate", "-", "-a", address, input="from\nstdin 🙂".encode())
+def test_generate_dash_reads_stdin(run, service):
+    run("generate", "-", input="from\nstdin 🙂".encode())
     assert service.requests[0].text == "from\nstdin 🙂"
 
 
-def test_address_and_key_come_from_the_environment(story):
-    service, address = story
-    result = invoke("status", env={"GAMMARAY_ADDRESS": address, "GAMMARAY_API_KEY": "secret"})
+def test_address_and_key_come_from_the_environment():
+    service = ScriptedService()
+    with serve_in_thread(service) as address:
+        result = invoke("status", env={"GAMMARAY_ADDRESS": address, "GAMMARAY_API_KEY": "secret"})
     assert result.exit_code == 0
     assert service.metadata[0]["authorization"] == "Bearer secret"
 
@@ -223,9 +233,8 @@ def test_control_characters_reach_pipes_but_never_a_terminal(monkeypatch):
     assert (piped.stdout, shown.stdout) == ("a\x1b[2Jb\tc\n", "a\u241b[2Jb\tc\n")
 
 
-def test_status_json_has_the_documented_shape(story):
-    _, address = story
-    result = invoke("status", "--json", "-a", address)
+def test_status_json_has_the_documented_shape(run):
+    result = run("status", "--json")
     assert result.exit_code == 0
     first, *others = json.loads(result.stdout)["processes"]
     assert first == {
@@ -248,9 +257,8 @@ def test_status_json_has_the_documented_shape(story):
     assert json.loads(result.stdout).keys() == {"processes"}
 
 
-def test_status_table_lists_every_process(story):
-    _, address = story
-    lines = invoke("status", "-a", address).stdout.splitlines()
+def test_status_table_lists_every_process(run):
+    lines = run("status").stdout.splitlines()
     assert lines[0].split() == ["ROLE", "PID", "ADDRESS", "MODEL", "HEALTHY", "SESSIONS", "METRICS", "KERNEL"]
     assert lines[1].split() == ["orchestrator", "11", "127.0.0.1:1", "demo", "yes", "2", "-", "-"]
     assert lines[2].split()[-1] == "x86-64-v4"
@@ -292,3 +300,32 @@ def test_invalid_utf8_on_stdin_is_exit_code_2():
 
 def test_version_is_printed():
     assert invoke("--version").stdout == f"gammaray, version {gammaray.__version__}\n"
+
+
+ROOT = Path(gammaray.__file__).parents[1]
+
+
+@pytest.mark.parametrize(("is_interrupted", "code"), [(True, 130), (False, 1)], ids=["interrupt", "pipe"])
+def test_interrupt_and_closed_pipe_cancel_on_the_server_and_end_quietly(is_interrupted, code):
+    service = ScriptedService(endless)
+    with serve_in_thread(service) as address:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gammaray", "generate", "Hi", "-a", address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        try:
+            assert process.stdout.read(3) == b"xxx"
+            if is_interrupted:
+                process.send_signal(signal.SIGINT)
+                _, stderr = process.communicate(timeout=WAIT_S)
+            else:
+                process.stdout.close()
+                process.wait(WAIT_S)
+                stderr = process.stderr.read()
+        finally:
+            process.kill()
+        assert service.cancelled.wait(WAIT_S)
+    assert process.returncode == code
+    assert b"Traceback" not in stderr

@@ -125,11 +125,8 @@ async def test_new_process_that_resumes_waits_as_the_first_one_would(error, star
 
 
 FINAL = [
-    InvalidArgumentError("prompt", "x", "y"),
-    NotFoundError("expired"),
-    UnauthenticatedError("no valid API key"),
-    FailedPreconditionError("another owner"),
-    ModelChangedError("s", "a", ["b"]),
+    *(InvalidArgumentError("prompt", "x", "y"), NotFoundError("expired"), UnauthenticatedError("no key")),
+    *(FailedPreconditionError("another owner"), ModelChangedError("s", "a", ["b"])),
 ]
 MOST = FAST_RETRY.max_attempts
 ENDS = {

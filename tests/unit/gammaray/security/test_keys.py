@@ -103,19 +103,15 @@ def test_identify_without_a_valid_key_is_rejected(path, headers):
     assert not given or given not in str(caught.value)
 
 
-def test_identify_secret_of_another_id_is_refused(path):
-    (_, first), (_, second) = create_key(path, "acme"), create_key(path, "beta")
-    swapped = "_".join([*first.split("_", 2)[:2], second.split("_", 2)[2]])
-    with pytest.raises(UnauthenticatedError):
-        Authenticator(path).identify(bearer(swapped))
-
-
 def test_rotation_takes_effect_without_a_restart(path):
     old, old_secret = create_key(path, "acme")
     door = Authenticator(path)
     _, new_secret = create_key(path, "acme")
     assert door.identify(bearer(new_secret)).tenant == "acme"
     assert door.identify(bearer(old_secret)).tenant == "acme"
+    swapped = "_".join([*old_secret.split("_", 2)[:2], new_secret.split("_", 2)[2]])
+    with pytest.raises(UnauthenticatedError):  # a secret of another id
+        door.identify(bearer(swapped))
     revoke_key(path, old.id)
     with pytest.raises(UnauthenticatedError, match=old.id):
         door.identify(bearer(old_secret))
@@ -154,9 +150,8 @@ def test_identify_reads_deadline_and_priority():
 def test_identify_invalid_header_is_named(name, subtests):
     for text in ["", "x", "1.5", "-", "--1", "11e3", "9" * 30, "²", "-11"]:
         with subtests.test(str(text)[:80]):
-            with pytest.raises(InvalidArgumentError) as caught:
+            with pytest.raises(InvalidArgumentError, match=f"^{name}: got"):
                 Authenticator().identify({name: text})
-            assert caught.value.field == name
 
 
 def test_qualified_names_of_tenants_never_collide():
@@ -165,9 +160,6 @@ def test_qualified_names_of_tenants_never_collide():
     qualified = {caller.qualify(name) for caller in tenants for name in names}
     assert len(qualified) == len(tenants) * len(names)
     assert all(name_of(caller.qualify(name)) == name for caller in tenants for name in names)
-
-
-@pytest.mark.parametrize("name", ["b:x", "a:b:x", "../x", "x" * 129])
-def test_qualify_name_with_a_tenant_in_it_is_refused(name):
-    with pytest.raises(InvalidArgumentError, match="session_id"):
-        Caller("a").qualify(name)
+    for name in ("b:x", "a:b:x", "../x", "x" * 129):
+        with pytest.raises(InvalidArgumentError, match="session_id"):
+            Caller("a").qualify(name)
