@@ -333,25 +333,19 @@ class Picture(BaseModel):
     name: str = Field(description="Its name.", examples=["a"], max_length=20)
     drawn: datetime.date
     shapes: list[Annotated[Point | Circle, Field(discriminator="kind")]]
-    sizes: tuple[int, float]
-    more: dict[str, int]
+    sizes: dict[str, tuple[int, float]]
     inner: Picture | None = None
-    file: Path | None = None
 
 
 def test_pydantic_schemas_have_the_texts_of_their_models():
     point = Point(kind="point", x=3)
     shapes = [point, Circle(kind="circle", around=point, colour=Colour.RED)]
-    fields = {"name": "n", "drawn": "2026-01-02", "sizes": (1, 0.5), "more": {"k": 1}}
-    picture = Picture(shapes=shapes, inner=Picture(shapes=[], **fields), file="/x", **fields)
+    fields = {"name": "n", "drawn": "2026-01-02", "sizes": {"k": (1, 0.5)}}
+    picture = Picture(shapes=shapes, inner=Picture(shapes=[], **fields), **fields)
     text = json.dumps(json.loads(picture.model_dump_json()))
     wrong = text.replace('"red"', '"green"'), text.replace('"point"', '"circle"'), text.replace("3", "-3")
-    assert follows(json_schema_grammar(Picture.model_json_schema()), text, *wrong) == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    followed = follows(json_schema_grammar(Picture.model_json_schema()), text, *wrong)
+    assert followed == [True, False, False, False]
 
 
 # Regular expressions
@@ -415,9 +409,8 @@ def test_unsupported_regex_is_refused_with_its_reason(pattern, reason):
 
 @pytest.mark.parametrize("pattern", ["", None, 5, ["a"], "a\\", "a\\\\\\", "\ud800"])
 def test_value_that_is_no_regex_is_named(pattern):
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(InvalidArgumentError, match=r"^mine: got"):
         regex_grammar(pattern, "mine")
-    assert caught.value.field == "mine"
 
 
 # Choices and literals
@@ -437,6 +430,5 @@ def test_choice_grammar_has_exactly_the_choices(choices, other):
     "choices", [[], "ab", None, {"a"}, [""], ["a", ""], [1], ["a", None], ["\ud800"]], ids=repr
 )
 def test_value_that_is_no_choice_is_named(choices):
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(InvalidArgumentError, match=r"^mine: got"):
         choice_grammar(choices, "mine")
-    assert caught.value.field == "mine"
