@@ -7,16 +7,11 @@ import shlex
 
 import pytest
 
+from gammaray import errors
 from gammaray.audit import endpoint as module
 from gammaray.audit.answers import AnswerError
 from gammaray.audit.endpoint import Endpoint, RefusedError, Spent
 from gammaray.audit.findings import Status, Undecided
-from gammaray.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    UnauthenticatedError,
-    UnavailableError,
-)
 from tests.support.scripted_http import scripted
 
 DONE = {
@@ -65,7 +60,7 @@ async def test_overload_is_tried_again_a_few_times():
         assert (await one.ask("hi", max_tokens=5)).choice.text == "ok"
     assert one.spent.requests == 1
     async with asking(503, {"error": "busy"}, {"retry-after": "0"}) as (one, headers):
-        with pytest.raises(UnavailableError, match="busy"):
+        with pytest.raises(errors.UnavailableError, match="busy"):
             await one.ask("hi", max_tokens=5)
     assert len(headers) == 5
 
@@ -76,8 +71,8 @@ async def test_overload_is_tried_again_a_few_times():
         (400, {"error": {"message": "no\nsuch field"}}, RefusedError, "400: no such field"),
         (422, {"detail": "top_k"}, RefusedError, "top_k"),
         (404, b"<html>", RefusedError, "<html>"),
-        (401, {"error": {"message": "key"}}, UnauthenticatedError, "key"),
-        (500, {"error": {"message": "boom"}}, UnavailableError, "boom"),
+        (401, {"error": {"message": "key"}}, errors.UnauthenticatedError, "key"),
+        (500, {"error": {"message": "boom"}}, errors.UnavailableError, "boom"),
         (200, b"{", AnswerError, "body"),
     ],
 )
@@ -110,10 +105,10 @@ async def test_answers_are_bounded_in_time():
     url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     one = server(url, timeout_s=0.3)
     for work in (one.first_model(), one.ask("hi", max_tokens=5)):
-        with pytest.raises(DeadlineExceededError):
+        with pytest.raises(errors.DeadlineExceededError):
             await asyncio.wait_for(work, 60)
     listener.close()
-    with pytest.raises(UnavailableError):
+    with pytest.raises(errors.UnavailableError):
         await one.ask("hi", max_tokens=5)
     await one.close()
 
@@ -221,7 +216,7 @@ async def test_endless_line_of_a_stream_takes_linear_time():
         (events(b"{"), AnswerError),
         (events(5, b"[DONE]"), AnswerError),
         (events({"choices": [{"index": "x"}]}, b"[DONE]"), AnswerError),
-        (events({"error": {"message": "died"}}, b"[DONE]"), UnavailableError),
+        (events({"error": {"message": "died"}}, b"[DONE]"), errors.UnavailableError),
     ],
 )
 async def test_broken_stream_is_an_error(data, error):
@@ -235,7 +230,7 @@ async def test_broken_stream_is_an_error(data, error):
 def test_wrong_url_or_key_is_refused():
     urls = ("ftp://a", "http://", "http://u:p@a", "http://a?b=c")
     for url, key in (*((url, "") for url in urls), ("http://a", "a\nb"), ("http://a", "é")):
-        with pytest.raises(InvalidArgumentError):
+        with pytest.raises(errors.InvalidArgumentError):
             server(url, key)
 
 

@@ -12,15 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import gammaray
-from gammaray import (
-    DrafterKind,
-    InternalError,
-    InvalidArgumentError,
-    NotFoundError,
-    TokenOrigin,
-    TopLogprob,
-    UnavailableError,
-)
+from gammaray import DrafterKind, TokenOrigin, TopLogprob, errors
 from gammaray.cli import render
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from tests.support.cli_helpers import invoke
@@ -269,10 +261,10 @@ def test_status_table_lists_every_process(run):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (InvalidArgumentError("prompt", "9999 tokens", "at most 512"), 2),
-        (UnavailableError("no target worker"), 3),
-        (NotFoundError("no model named x"), 1),
-        (InternalError("internal error (KeyError)"), 1),
+        (errors.InvalidArgumentError("prompt", "9999 tokens", "at most 512"), 2),
+        (errors.UnavailableError("no target worker"), 3),
+        (errors.NotFoundError("no model named x"), 1),
+        (errors.InternalError("internal error (KeyError)"), 1),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )

@@ -9,22 +9,7 @@ import pytest
 from google.protobuf.any_pb2 import Any
 from google.rpc import status_pb2
 
-from gammaray import (
-    AsyncClient,
-    CancelledError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    GammarayError,
-    InternalError,
-    InvalidArgumentError,
-    ModelChangedError,
-    NotFoundError,
-    ProcessStatus,
-    ResourceExhaustedError,
-    RetryPolicy,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from gammaray import AsyncClient, ProcessStatus, RetryPolicy, errors
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_to_status
@@ -91,7 +76,7 @@ async def test_generate_closed_client_raises_cancelled():
         chunks = client.generate("Hi")
         await anext(chunks)
         await client.close()
-        with pytest.raises(CancelledError):
+        with pytest.raises(errors.CancelledError):
             async for _ in chunks:
                 pass
     assert len(service.requests) == 1
@@ -115,7 +100,7 @@ async def test_client_that_is_closed_while_a_call_waits_to_retry_raises_cancelle
     call = asyncio.create_task(client.complete("Hi") if method == "complete" else getattr(client, method)())
     await asyncio.wait_for(retry.waits.wait(), 30)
     await client.close()
-    with pytest.raises(CancelledError, match="the client was closed"):
+    with pytest.raises(errors.CancelledError, match="the client was closed"):
         await asyncio.wait_for(call, 30)
 
 
@@ -126,7 +111,7 @@ async def test_generate_deadline_ends_the_call_on_both_sides(per_call):
     async with serve(service) as address, AsyncClient(address, timeout_s=client_s) as client:
         await client.status()  # the time is not for connecting
         started = time.monotonic()
-        with pytest.raises(DeadlineExceededError):
+        with pytest.raises(errors.DeadlineExceededError):
             await client.complete("Hi", timeout_s=call_s)
         assert 0.9 <= time.monotonic() - started < 60
         assert await happens(service.cancelled)
@@ -135,7 +120,7 @@ async def test_generate_deadline_ends_the_call_on_both_sides(per_call):
 async def test_wait_ready_cluster_that_starts_returns_when_a_target_is_healthy():
     def starting(attempt):
         if attempt == 0:
-            raise UnavailableError("no replica yet")
+            raise errors.UnavailableError("no replica yet")
         return [ProcessStatus("target", 1, "", "demo", attempt >= 2, 0)]
 
     service = ScriptedService(status=starting)
@@ -147,24 +132,24 @@ async def test_wait_ready_cluster_that_starts_returns_when_a_target_is_healthy()
 
 async def test_wait_ready_missing_role_times_out_and_names_it():
     async with serve(ScriptedService()) as address, AsyncClient(address) as client:
-        with pytest.raises(DeadlineExceededError, match=r"not ready after 1 s: no healthy draft"):
+        with pytest.raises(errors.DeadlineExceededError, match=r"not ready after 1 s: no healthy draft"):
             await client.wait_ready(1, roles=("target", "draft"))
 
 
 async def test_wait_ready_without_a_server_times_out():
     async with AsyncClient("127.0.0.1:1") as client:
         started = time.monotonic()
-        with pytest.raises(DeadlineExceededError, match="not ready"):
+        with pytest.raises(errors.DeadlineExceededError, match="not ready"):
             await client.wait_ready(0.3)
         assert time.monotonic() - started < 20
 
 
 async def test_wait_ready_refused_key_raises_at_once():
     def refuse_key(attempt):
-        raise UnauthenticatedError("no valid API key")
+        raise errors.UnauthenticatedError("no valid API key")
 
     async with serve(ScriptedService(status=refuse_key)) as address, AsyncClient(address) as client:
-        with pytest.raises(UnauthenticatedError, match="no valid API key"):
+        with pytest.raises(errors.UnauthenticatedError, match="no valid API key"):
             await client.wait_ready(10)
 
 
@@ -180,7 +165,7 @@ async def test_wait_ready_refused_key_raises_at_once():
     ],
 )
 def test_client_bad_argument_raises(arguments, field):
-    with pytest.raises(InvalidArgumentError, match=f"^{field}: got"):
+    with pytest.raises(errors.InvalidArgumentError, match=f"^{field}: got"):
         AsyncClient(**{"address": "127.0.0.1:9000", **arguments})
 
 
@@ -193,18 +178,18 @@ async def test_status_that_a_proxy_never_passes_on_is_asked_for_again():
 
 
 ERRORS = [
-    InvalidArgumentError("sampling.top_p", 1.5, "a number in (0, 1]"),
-    InvalidArgumentError("prompt", "got x, allowed: y", "something else"),
-    InvalidArgumentError("prompt", "é" * 5000, "at most\n4096 tokens"),
-    NotFoundError("no model named x"),
-    UnauthenticatedError("no valid API key"),
-    ResourceExhaustedError("too many requests in flight", retry_after_s=2.25),
-    FailedPreconditionError("epoch 3 is stale"),
-    ModelChangedError("s", "a" * 64 + "/float32", ["b" * 64 + "/float32", ""]),
-    DeadlineExceededError("verification took longer than 60 s"),
-    UnavailableError("no target worker"),
-    CancelledError("the session was deleted"),
-    InternalError("internal error (ZeroDivisionError)"),
+    errors.InvalidArgumentError("sampling.top_p", 1.5, "a number in (0, 1]"),
+    errors.InvalidArgumentError("prompt", "got x, allowed: y", "something else"),
+    errors.InvalidArgumentError("prompt", "é" * 5000, "at most\n4096 tokens"),
+    errors.NotFoundError("no model named x"),
+    errors.UnauthenticatedError("no valid API key"),
+    errors.ResourceExhaustedError("too many requests in flight", retry_after_s=2.25),
+    errors.FailedPreconditionError("epoch 3 is stale"),
+    errors.ModelChangedError("s", "a" * 64 + "/float32", ["b" * 64 + "/float32", ""]),
+    errors.DeadlineExceededError("verification took longer than 60 s"),
+    errors.UnavailableError("no target worker"),
+    errors.CancelledError("the session was deleted"),
+    errors.InternalError("internal error (ZeroDivisionError)"),
 ]
 IDS = [f"{type(error).__name__}-{number}" for number, error in enumerate(ERRORS)]
 
@@ -225,7 +210,7 @@ class RawFailure(GenerationServiceServicer):
 async def failed_status(code, details="", trailing=()):
     async with serve(RawFailure(code, details, trailing)) as address:
         async with AsyncClient(address, retry=NO_RETRY) as client:
-            with pytest.raises(GammarayError) as caught:
+            with pytest.raises(errors.GammarayError) as caught:
                 await client.status()
     return caught.value
 
@@ -235,7 +220,7 @@ async def failed_status(code, details="", trailing=()):
 async def test_error_of_each_class_is_raised_by_the_client(error, chunks):
     async with serve(ScriptedService(refuse(error, *chunks))) as address:
         async with AsyncClient(address, retry=NO_RETRY) as client:
-            with pytest.raises(GammarayError) as caught:
+            with pytest.raises(errors.GammarayError) as caught:
                 await client.complete("Hi")
     assert type(caught.value) is type(error)
     assert str(caught.value) == str(error)
@@ -244,16 +229,16 @@ async def test_error_of_each_class_is_raised_by_the_client(error, chunks):
 
 async def test_error_plain_invalid_argument_keeps_the_message():
     error = await failed_status(grpc.StatusCode.INVALID_ARGUMENT, "top_p is silly")
-    assert isinstance(error, InvalidArgumentError)
+    assert isinstance(error, errors.InvalidArgumentError)
     assert (error.field, error.got) == ("request", "top_p is silly")
 
 
 async def test_error_plain_status_maps_to_its_class_or_names_its_code():
     # Which model a session had is in the details alone.
-    plain = [error for error in ERRORS[3:] if type(error) is not ModelChangedError]
+    plain = [error for error in ERRORS[3:] if type(error) is not errors.ModelChangedError]
     for code, cls, text in (
         *((error.status, type(error), "why") for error in plain),
-        (grpc.StatusCode.DATA_LOSS, GammarayError, "DATA_LOSS: why"),
+        (grpc.StatusCode.DATA_LOSS, errors.GammarayError, "DATA_LOSS: why"),
     ):
         error = await failed_status(code, "why")
         assert (type(error), str(error)) == (cls, text)
@@ -262,7 +247,7 @@ async def test_error_plain_status_maps_to_its_class_or_names_its_code():
 BAD_DETAIL = Any(type_url="type.googleapis.com/google.rpc.BadRequest", value=b"\xff")
 TRAILERS = {
     "no status": b"\xff\xff\xff",
-    "contradicts the code": error_to_status(UnavailableError("another")).SerializeToString(),
+    "contradicts the code": error_to_status(errors.UnavailableError("another")).SerializeToString(),
     "malformed": status_pb2.Status(code=5, message="why", details=[BAD_DETAIL]).SerializeToString(),
 }
 
@@ -270,11 +255,11 @@ TRAILERS = {
 @pytest.mark.parametrize("trailer", TRAILERS.values(), ids=TRAILERS)
 async def test_error_malformed_details_fall_back_to_the_plain_status(trailer):
     error = await failed_status(grpc.StatusCode.NOT_FOUND, "why", ((DETAILS_KEY, trailer),))
-    assert type(error) is NotFoundError
+    assert type(error) is errors.NotFoundError
     assert str(error) == "why"
 
 
-@pytest.mark.parametrize("error", [UnavailableError("busy"), CancelledError("replica died")])
+@pytest.mark.parametrize("error", [errors.UnavailableError("busy"), errors.CancelledError("replica died")])
 async def test_retry_failure_before_the_first_chunk_is_tried_again(error):
     async def third_time_lucky(request, attempt):
         if attempt < 2:
@@ -300,11 +285,11 @@ async def test_retry_failure_before_the_first_chunk_is_tried_again(error):
 
 
 async def test_retry_ends_before_the_deadline_would_pass():
-    service = ScriptedService(refuse(UnavailableError("busy")))
+    service = ScriptedService(refuse(errors.UnavailableError("busy")))
     patient = RetryPolicy(max_attempts=100, initial_delay_s=100, max_delay_s=100)
     async with serve(service) as address, AsyncClient(address, retry=patient) as client:
         started = time.monotonic()
-        with pytest.raises(UnavailableError, match="busy"):
+        with pytest.raises(errors.UnavailableError, match="busy"):
             await client.complete("Hi", timeout_s=30)
         assert time.monotonic() - started < 30
     assert len(service.requests) == 1

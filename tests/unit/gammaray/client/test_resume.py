@@ -5,20 +5,8 @@ import asyncio
 import grpc
 import pytest
 
-from gammaray import AsyncClient, GenerationRequest, RetryPolicy
+from gammaray import AsyncClient, GenerationRequest, RetryPolicy, errors
 from gammaray.client.transport import Transport
-from gammaray.errors import (
-    CancelledError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    InternalError,
-    InvalidArgumentError,
-    ModelChangedError,
-    NotFoundError,
-    ResourceExhaustedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
 from tests.support.sdk_helpers import (
     FAST_RETRY,
     NO_RETRY,
@@ -32,9 +20,9 @@ from tests.support.sdk_helpers import (
 )
 
 WORDS = ["one ", "two ", "three ", "four ", "five"]
-GONE, BUG = UnavailableError("gone"), InternalError("bug")
-FULL, LATE = ResourceExhaustedError("full", 0.01), DeadlineExceededError("late")
-PASSING = [GONE, CancelledError("replica died"), BUG]
+GONE, BUG = errors.UnavailableError("gone"), errors.InternalError("bug")
+FULL, LATE = errors.ResourceExhaustedError("full", 0.01), errors.DeadlineExceededError("late")
+PASSING = [GONE, errors.CancelledError("replica died"), BUG]
 
 
 def breaking(*breaks):
@@ -73,7 +61,7 @@ async def test_resume_continues_after_the_last_token(error):
 
 async def test_completion_that_is_not_stored_is_repeated_until_its_first_token_and_never_resumed():
     service = ScriptedService(breaking((0, GONE), (2, GONE)))
-    with pytest.raises(UnavailableError, match="broke after 2 tokens; it is not stored"):
+    with pytest.raises(errors.UnavailableError, match="broke after 2 tokens; it is not stored"):
         await complete(service, store=False)
     assert len(service.requests) == 2
     for request in service.requests:
@@ -125,15 +113,18 @@ async def test_new_process_that_resumes_waits_as_the_first_one_would(error, star
 
 
 FINAL = [
-    *(InvalidArgumentError("prompt", "x", "y"), NotFoundError("expired"), UnauthenticatedError("no key")),
-    *(FailedPreconditionError("another owner"), ModelChangedError("s", "a", ["b"])),
+    errors.InvalidArgumentError("prompt", "x", "y"),
+    errors.NotFoundError("expired"),
+    errors.UnauthenticatedError("no key"),
+    errors.FailedPreconditionError("another owner"),
+    errors.ModelChangedError("s", "a", ["b"]),
 ]
 MOST = FAST_RETRY.max_attempts
 ENDS = {
     **{f"{type(error).__name__} at once": (refuse(error), error, 1) for error in (*FINAL, BUG, FULL, LATE)},
     **{f"{type(error).__name__} later": (breaking((2, GONE), (2, error)), error, 2) for error in FINAL},
     "gone from the start": (refuse(GONE), GONE, MOST),
-    "no final status": (answer(), InternalError("finish reason"), MOST),
+    "no final status": (answer(), errors.InternalError("finish reason"), MOST),
     "internal later": (breaking(*[(2, BUG)] * 1000), BUG, MOST),
 }
 
@@ -159,7 +150,7 @@ async def test_broken_completion_ends_with_the_error_of_its_request(error, optio
 async def test_resume_gives_up_without_progress():
     hasty = RetryPolicy(max_attempts=4, initial_delay_s=0.01, max_delay_s=0.02, resume_s=0.3)
     service = ScriptedService(breaking(*[(2, GONE)] * 1000))
-    with pytest.raises(UnavailableError, match="gone"):
+    with pytest.raises(errors.UnavailableError, match="gone"):
         await complete(service, hasty)
     assert 4 < len(service.requests) < 100
 
@@ -182,7 +173,7 @@ async def test_resume_server_at_another_place_is_refused(shift):
                 message.offset = message.offset + shift if request.resume_from else message.offset
                 yield message
 
-    with pytest.raises(InternalError, match="continued at token"):
+    with pytest.raises(errors.InternalError, match="continued at token"):
         await complete(Shifted(breaking((2, GONE))))
 
 
@@ -197,9 +188,9 @@ async def test_resume_by_hand_names_session_turn_and_offset():
     service = ScriptedService(breaking())
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
         chunks = [chunk async for chunk in client.resume("mine", turn=2, offset=3)]
-        with pytest.raises(InvalidArgumentError, match="session_id"):
+        with pytest.raises(errors.InvalidArgumentError, match="session_id"):
             client.resume("")
-        with pytest.raises(InvalidArgumentError, match="resume_from"):
+        with pytest.raises(errors.InvalidArgumentError, match="resume_from"):
             client.resume("mine", offset=-1)
     assert pieces_of(chunks) == WORDS[3:]
     (request,) = service.requests
@@ -247,8 +238,8 @@ async def test_cancellation_reported_as_a_failure_by_grpc_ends_the_call(monkeypa
         task.cancel()
         done, _ = await asyncio.wait([task], timeout=10)
         assert done
-        if method == "status" and isinstance(error, InternalError):  # never tried again in any case
-            assert isinstance(task.exception(), InternalError)
+        if method == "status" and isinstance(error, errors.InternalError):  # never tried again in any case
+            assert isinstance(task.exception(), errors.InternalError)
         else:
             assert task.cancelled()
     assert len(attempts) == 1

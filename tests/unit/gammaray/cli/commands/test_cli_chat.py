@@ -11,16 +11,9 @@ import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel
 
+from gammaray import errors
 from gammaray.cli import main, render
 from gammaray.client.chat import Chat
-from gammaray.errors import (
-    GammarayError,
-    IncompleteOutputError,
-    InternalError,
-    InvalidArgumentError,
-    UnauthenticatedError,
-    UnavailableError,
-)
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.tls_front_helpers import http_front
@@ -118,14 +111,14 @@ def test_chat_object_parses_an_answer(serve):
 def test_chat_object_of_a_cut_answer_is_an_error(serve):
     conversation = Chat(serve(Recording(pieces=(b'{"name":', b' "Ada', b'"}'))), options={"max_tokens": 2})
     list(conversation.ask("hi", json_schema=Person))
-    with pytest.raises(IncompleteOutputError) as caught:
+    with pytest.raises(errors.IncompleteOutputError) as caught:
         conversation.parsed  # noqa: B018  # a property
     assert (caught.value.text, caught.value.finish_reason) == ('{"name": "Ada', "length")
 
 
 def test_chat_two_forms_at_once_are_refused(serve):
     conversation = Chat(serve(Recording()))
-    with pytest.raises(InvalidArgumentError, match="json_schema with regex"):
+    with pytest.raises(errors.InvalidArgumentError, match="json_schema with regex"):
         list(conversation.ask("hi", json_schema=Person, regex="a"))
     assert conversation.messages == []
 
@@ -142,7 +135,7 @@ def test_chat_options_reach_the_request(serve):
 def test_chat_continues_after_an_error(serve):
     def before(request, number):
         if "fail" in request.prompt:
-            raise GammarayError("no luck")
+            raise errors.GammarayError("no luck")
 
     backend = Recording(before)
     result = chat(serve(backend), "fail\nhi\n/what\n")
@@ -161,7 +154,7 @@ def test_chat_without_a_server_ends_with_3():
     assert "is a cluster running there?" in result.stderr
 
 
-REFUSALS = [(503, UnavailableError), (401, UnauthenticatedError), (502, InternalError)]
+REFUSALS = [(503, errors.UnavailableError), (401, errors.UnauthenticatedError), (502, errors.InternalError)]
 BODIES = {
     "cut": ("json", 100, b'{"error"'),
     "silent": ("json", 100, None),
@@ -200,7 +193,7 @@ def answering(data, hangs=False):
 def test_refusal_whose_body_cannot_be_read_has_the_class_of_its_status(code, kind, form, length, body):
     head = f"HTTP/1.1 {code} Oops\r\nContent-Type: text/{form}\r\nContent-Length: {length}\r\n\r\n"
     with answering(head.encode() + (body or b""), hangs=body is None) as url:
-        with pytest.raises(GammarayError, match=f"responds with {code} Oops") as caught:
+        with pytest.raises(errors.GammarayError, match=f"responds with {code} Oops") as caught:
             list(Chat(url, timeout_s=0.5 if body is None else 30).ask("hi"))
     assert type(caught.value) is kind
 
@@ -208,7 +201,7 @@ def test_refusal_whose_body_cannot_be_read_has_the_class_of_its_status(code, kin
 def test_response_that_fails_or_is_closed_midway_keeps_its_text_in_the_conversation(serve):
     def before(request, number):
         if number == 1 and "fail" in request.prompt:
-            raise UnavailableError("gone")
+            raise errors.UnavailableError("gone")
 
     conversation = Chat(serve(Recording(before)))
     pieces = conversation.ask("hi")
@@ -217,7 +210,7 @@ def test_response_that_fails_or_is_closed_midway_keeps_its_text_in_the_conversat
     pieces.close()
     cut = {"role": "assistant", "content": "caf"}
     assert conversation.messages == [{"role": "user", "content": "hi"}, cut]
-    with pytest.raises(GammarayError, match="gone"):
+    with pytest.raises(errors.GammarayError, match="gone"):
         list(conversation.ask("fail"))
     assert conversation.messages[-1] == cut
 
