@@ -1,17 +1,28 @@
-"""Jobs and scripts that run once: Redis' password, the download of models, `helm test`, the head's probe."""
+"""Jobs and scripts that run once: Redis' password, the download of models, `helm test`, the head's probe.
+
+The bundled Redis is started as its pod starts it, with passwords of any characters, and bounded.
+"""
 
 import base64
-import json
+import contextlib
+import itertools
+import os
+import re
+import socket
 import ssl
 import subprocess
 import sys
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
 from pathlib import Path
 
 import pytest
+import redis
 
+from gammaray.config import DraftSettings, OrchestratorSettings
+from gammaray.demo_pair import resolve_model
+from gammaray.deploy.redis_connection import OLDEST_VERSION, SUPPORTED_SERVERS
+from orchestrator.launcher.preflight import free_ports
+from orchestrator.launcher.redis_server import redis_binary
 from tests.support.chart.chart_helpers import (
     CHART,
     NAME,
@@ -24,52 +35,15 @@ from tests.support.chart.chart_helpers import (
     merged,
     of_component,
     passing_pods,
+    pods,
     release,
     render,
 )
+from tests.support.scripted_http import scripted
 from tests.support.tls_helpers import Authority, role_certificates
 
+NOWHERE = "http://127.0.0.1:9"
 DOWNLOADS = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
-
-
-class Answers:
-    """What a server was asked, and what it answers: a function of method, path and body."""
-
-    def __init__(self, answer):
-        self.answer, self.asked = answer, []
-
-
-@contextmanager
-def serving(answers, tls=None):
-    class Handler(BaseHTTPRequestHandler):
-        def do(self):
-            body = self.rfile.read(int(self.headers.get("content-length") or 0))
-            answers.asked.append(
-                (self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body)
-            )
-            status, headers, answer = answers.answer(self.command, self.path, body)
-            self.send_response(status)
-            for name, value in {"content-length": len(answer), **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(answer)
-
-        do_GET = do_HEAD = do_POST = do
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def run(only, *more, env=None):
@@ -98,81 +72,77 @@ def account(tmp_path_factory):
     return folder, tls
 
 
-def make_password(account, answer):
-    answers = Answers(answer)
-    with serving(answers, account[1]) as port:
-        place = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(port)}
+def make_password(account, status):
+    """Run the job against Kubernetes' API; return how it ended, and path, body and headers of its request."""
+    asked = []
+
+    def reply(path, body):
+        asked.append((path, body))
+        return status, b"the reason"
+
+    with scripted(reply, account[1]) as (url, headers):
+        place = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": url.rpartition(":")[2]}
         ended = run(container(passing_pods()["redis-password"]), str(account[0]), env=place)
-    return ended, answers.asked
+    ((path, body),) = asked
+    return ended, path, body, headers[0]
 
 
 def test_password_is_made_as_a_secret_of_the_release_once_and_a_refusal_fails_the_job(account):
-    ended, ((method, path, headers, body),) = make_password(account, lambda *_: (201, {}, b"{}"))
+    ended, path, secret, headers = make_password(account, 201)
     assert ended.returncode == 0, ended.stderr
-    assert (method, path) == ("POST", "/api/v1/namespaces/somewhere/secrets")
+    assert path == "/api/v1/namespaces/somewhere/secrets"
     assert headers["authorization"] == "Bearer the-token"
-    secret = json.loads(body)
     assert secret["metadata"]["name"] == f"{NAME}-redis"
     assert secret["metadata"]["labels"]["app.kubernetes.io/instance"] == "demo"
     password = base64.b64decode(secret["data"]["password"]).decode()
     assert len(password) == 43
     assert password not in ended.stdout + ended.stderr
-    assert body != make_password(account, lambda *_: (201, {}, b"{}"))[1][0][3]
+    assert secret != make_password(account, 201)[2]
     for status, code in ((409, 0), (403, 1)):  # it exists; it is forbidden
-        ended, asked = make_password(account, lambda *_, status=status: (status, {}, b"the reason"))
-        assert ended.returncode == code
-        assert [method for method, *_ in asked] == ["POST"]
+        ended, _, body, _ = make_password(account, status)
+        assert (ended.returncode, body["kind"]) == (code, "Secret")
         assert ("the reason" in ended.stderr) is bool(code)
 
 
-class Hub:
-    """A hub with one model that is the demo draft, and files that no worker reads."""
+def hub(files):
+    """Answer as a hub with one model."""
+    commit, model = "0" * 40, "/api/models/team/small"
 
-    def __init__(self, folder):
-        self.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        self.files |= {"pytorch_model.bin": b"pickled", "model.gguf": b"other", "onnx/model.onnx": b"other"}
-        self.fetched = set()
-
-    def __call__(self, method, path, body):
-        commit, place = "0" * 40, path.split("?")[0]
-        if place.startswith("/api/models/team/small/tree/"):
-            listed = [
-                {"type": "file", "path": name, "size": len(data), "oid": f"{hash(name):x}"}
-                for name, data in self.files.items()
-            ]
-            return 200, {"content-type": "application/json"}, json.dumps(listed).encode()
-        if place == "/api/models/team/small" or place.startswith("/api/models/team/small/revision/"):
-            siblings = [{"rfilename": name} for name in self.files]
-            answer = {"id": "team/small", "modelId": "team/small", "sha": commit, "siblings": siblings}
-            return 200, {"content-type": "application/json"}, json.dumps(answer).encode()
+    def reply(path, body):
+        place = path.split("?")[0]
+        if place.startswith(f"{model}/tree/"):
+            kinds = {"type": "file", "oid": "0"}
+            return 200, [{"path": name, "size": len(data), **kinds} for name, data in files.items()]
+        if place.startswith(model):
+            siblings = [{"rfilename": name} for name in files]
+            return 200, {"id": "team/small", "modelId": "team/small", "sha": commit, "siblings": siblings}
         name = place.removeprefix(f"/team/small/resolve/{commit}/")
-        if name not in self.files:
-            return 404, {"X-Error-Code": "EntryNotFound"}, b""
-        if method == "GET":
-            self.fetched.add(name)
-        data = self.files[name]
-        return 200, {"ETag": f'"{hash(name):x}"', "X-Repo-Commit": commit, "content-length": len(data)}, data
+        if name not in files:
+            return 404, b"", {"X-Error-Code": "EntryNotFound"}
+        return 200, files[name], {"ETag": f'"{hash(name):x}"', "X-Repo-Commit": commit}
+
+    return reply
 
 
-def download(values, folder, answer):
+def download(values, folder, reply):
     """Run the download job in a folder; return how it ended, its mark, and its variables."""
     command, mark = container(passing_pods(values)["models"])["command"], folder / "ready" / "mark"
     moved = [str(mark) if part.startswith("/models/ready/") else part for part in command]
-    with serving(Answers(answer)) as port:
-        env = {"HF_HOME": str(folder), "HOME": str(folder), "HF_ENDPOINT": f"http://127.0.0.1:{port}"}
+    with scripted(reply) as (url, _):
+        env = {"HF_HOME": str(folder), "HOME": str(folder), "HF_ENDPOINT": url}
         return run({"command": moved}, env=env), mark, env
 
 
 @pytest.mark.slow
 def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(tmp_path):
-    from gammaray.demo_pair import resolve_model
-
-    hub = Hub(Path(resolve_model("demo", "draft")))
+    own = Path(resolve_model("demo", "draft"))
+    files = {path.name: path.read_bytes() for path in own.iterdir() if path.is_file()}
+    others = {"pytorch_model.bin": b"pickled", "model.gguf": b"other", "onnx/model.onnx": b"other"}
     values = {"modelCache": {"enabled": True}, "models": {"target": "team/small", "draft": "team/small"}}
-    ended, mark, env = download(values, tmp_path, hub)
+    ended, mark, env = download(values, tmp_path, hub(files | others))
     assert ended.returncode == 0, ended.stderr
     assert mark.is_file()
-    assert hub.fetched == hub.files.keys() - {"pytorch_model.bin", "model.gguf", "onnx/model.onnx"}
+    assert {path.name for path in tmp_path.glob("**/snapshots/*/**/*")} == files.keys()
     # As the pods read it: by name, without the hub.
     code = "from transformers import AutoConfig, AutoTokenizer\nname = 'team/small'\n"
     code += "config, tokenizer = AutoConfig.from_pretrained(name), AutoTokenizer.from_pretrained(name)\n"
@@ -184,7 +154,7 @@ def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(t
 
 @pytest.mark.slow
 def test_failed_download_leaves_no_mark(tmp_path):
-    ended, mark, _ = download(DOWNLOADS, tmp_path, lambda *_: (404, {"X-Error-Code": "RepoNotFound"}, b"{}"))
+    ended, mark, _ = download(DOWNLOADS, tmp_path, lambda *_: (404, {}, {"X-Error-Code": "RepoNotFound"}))
     assert ended.returncode == 1
     assert "team/large" in ended.stderr
     assert not mark.exists()
@@ -230,8 +200,7 @@ def test_changed_models_images_and_placement_change_the_name_of_the_job():
         {},
         {"image": {"registry": "r", "tag": "2"}},
         {"models": {"draft": "team/other"}},
-        of_component("models", {"tolerations": [{"operator": "Exists"}]}),
-        of_component("models", {"labels": {"example.com/team": "other"}}),
+        of_component("models", {"tolerations": [{"operator": "Exists"}], "labels": {"a.com/b": "c"}}),
     ]
     variants = [merged(DOWNLOADS, change) for change in changes]
     names = {render(values)["job-models.yaml"]["metadata"]["name"] for values in variants}
@@ -244,50 +213,41 @@ def test_head_is_alive_only_if_its_node_and_its_control_service_respond():
     command = container(groups()["head"]["template"])["livenessProbe"]["exec"]["command"]
     ports = ("52365/api/local_raylet_healthz", "8265/api/gcs_healthz")
     assert command[-2:] == [f"http://127.0.0.1:{port}" for port in ports]
-    for raylet, control, status in ((200, 200, 0), (503, 200, 1), (200, 503, 1), (200, None, 1)):
-        with serving(Answers(lambda *_, raylet=raylet: (raylet, {}, b"success"))) as first:
-            with serving(Answers(lambda *_, control=control: (control or 200, {}, b"success"))) as second:
-                urls = [f"http://127.0.0.1:{port}/" for port in (first, second)]
+    with scripted(lambda path, _: (int(path.strip("/")), b"success")) as (url, _):
+        for good, other in itertools.product((f"{url}/200",), (f"{url}/200", f"{url}/503", NOWHERE)):
+            for urls in ((good, other), (other, good)):
                 ended = run({"command": [*command[:-2], *urls]})
-            if control is None:  # nothing listens any more
-                ended = run({"command": [*command[:-2], *urls]})
-        assert ended.returncode == status
+                assert ended.returncode == (good != other), urls
 
 
-def helm_test(answer, values=None, **env):
-    answers = Answers(answer)
-    only = container(passing_pods(values)["test"])
-    with serving(answers) as port:
-        command = [
-            f"http://127.0.0.1:{port}" if part.startswith("http://") else part for part in only["command"]
-        ]
-        return run({"command": command}, env=env), answers.asked
+@pytest.mark.parametrize(
+    ("keys", "own", "status", "code"),
+    [
+        ("k", "t", 200, 0),
+        ("k", "", 401, 0),  # without a key of its own, a rejection is expected
+        ("k", "", 200, 1),
+        ("k", "", 500, 1),
+        ("", "", 401, 1),
+        ("", "", 500, 1),
+    ],
+)
+def test_helm_test_asks_for_health_and_a_completion(keys, own, status, code):
+    asked = []
 
+    def reply(path, body):
+        asked.append(path)
+        answer = {"choices": [{"text": "x"}], "usage": {"completion_tokens": 8}}
+        return (200, {"status": "ok"}) if path == "/health" else (status, answer)
 
-def completion(method, path, body):
-    if path == "/health":
-        return 200, {}, b'{"status": "ok"}'
-    answer = {"choices": [{"text": "x"}], "usage": {"completion_tokens": 8}}
-    return 200, {}, json.dumps(answer).encode()
-
-
-def test_helm_test_asks_for_health_and_a_completion_with_its_key():
-    values = {"apiKeysSecret": {"name": "k"}, "helmTest": {"apiKeySecret": {"name": "t", "key": "key"}}}
-    ended, asked = helm_test(completion, values, GAMMARAY_API_KEY="gr_x")
-    assert ended.returncode == 0, ended.stderr
-    assert [(method, path) for method, path, *_ in asked] == [("GET", "/health"), ("POST", "/v1/completions")]
-    assert asked[-1][2]["authorization"] == "Bearer gr_x"
-
-
-def test_helm_test_without_a_key_expects_a_rejection_if_keys_are_required():
-    for keys, status, code in (("k", 401, 0), ("k", 200, 1), ("k", 500, 1), ("", 401, 1), ("", 500, 1)):
-
-        def answer(method, path, body, status=status):
-            return (status, {}, b"{}") if path != "/health" else completion(method, path, body)
-
-        ended, _ = helm_test(answer, {"apiKeysSecret": {"name": keys}})
-        assert ended.returncode == code
-        assert (f": {status} " in ended.stderr) is bool(code)
+    values = {"apiKeysSecret": {"name": keys}, "helmTest": {"apiKeySecret": {"name": own, "key": "key"}}}
+    command = container(passing_pods(values)["test"])["command"]
+    with scripted(reply) as (url, headers):
+        moved = [url if part.startswith("http://") else part for part in command]
+        ended = run({"command": moved}, env={"GAMMARAY_API_KEY": "gr_x"} if own else {})
+    assert ended.returncode == code, ended.stderr
+    assert asked == ["/health", "/v1/completions"]
+    assert headers[-1].get("authorization") == ("Bearer gr_x" if own else None)
+    assert (f": {status} " in ended.stderr) is bool(code)
 
 
 @pytest.mark.slow
@@ -307,3 +267,119 @@ def test_head_can_build_every_application_without_torch():
     )
     ended = run({"command": ["python", "-c", code]}, env={"PYTHONPATH": str(ROOT)})
     assert ended.stdout == "built\n", ended.stderr
+
+
+PASSWORDS = [
+    "https://user:pass@host/0?db=1",
+    "'\"\\$(id)`id` $HOME $$ %s\tp@ss:w/rd#1%41?&=+ x Gänge ☃, ends with a newline\n",
+]
+MIB = 2**20
+
+
+def expanded(text, variables):
+    """Return what Kubernetes makes of a container's argument."""
+    return re.sub(r"\$\(([^()]+)\)", lambda m: str(variables.get(m[1], m[0])), text.replace("$$", "$"))
+
+
+@contextlib.contextmanager
+def bundled(tmp_path, password, limit=1024 * MIB, values=None):
+    """Run the container of the chart's StatefulSet; yields its port and process."""
+    only = container(pods(values)["redis"])
+    (port,), folder, data = free_ports("127.0.0.1", 1), tmp_path / "bin", tmp_path / "data"
+    folder.mkdir()
+    data.mkdir()
+    (folder / "redis-server").symlink_to(redis_binary())
+    variables = environment(pods(values)["redis"])
+    given = {
+        **{name: value for name, value in variables.items() if isinstance(value, str)},
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "REDISCLI_AUTH": password,
+        "MEMORY_LIMIT": str(limit),
+        "DATA_DIR": str(data),
+        "PORT": str(port),
+    }
+    command = [expanded(part, given) for part in (*only["command"], *only["args"])]
+    process = subprocess.Popen(command, env=given, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.02)
+        assert process.poll() is None
+        yield port, process
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0  # the signal reaches Redis itself, which ends in order
+
+
+def url_of(port, values=None):
+    """Return the URL that the chart gives to Ray pods, but for the address."""
+    return environment(groups(values)["draft"]["template"])["GAMMARAY_REDIS_URL"].replace(
+        f"{NAME}-redis:6379", f"127.0.0.1:{port}"
+    )
+
+
+def test_bundled_redis_and_the_docs_are_within_the_supported_versions():
+    major, minor, shown = re.match(r"redis:((\d+)\.(\d+))", container(pods()["redis"])["image"]).group(
+        2, 3, 1
+    )
+    assert OLDEST_VERSION <= (int(major), int(minor)) < (9, 0)
+    assert SUPPORTED_SERVERS == "Redis 6.2 or newer, or Valkey 7.2 or newer"
+    page = (ROOT / "docs/install.md").read_text()
+    assert f"instead of the chart's ({shown}): Redis 6.2 to 8, or Valkey 7.2 or newer" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("password", PASSWORDS)
+def test_workers_and_orchestrators_can_use_any_password(tmp_path, password):
+    assert url_of(6379) == "redis://127.0.0.1:6379/0"
+    with bundled(tmp_path, password) as (port, process):
+        for settings in (OrchestratorSettings, DraftSettings):
+            given = settings(redis_url=url_of(port), redis_password=password)
+            assert redis.Redis.from_url(given.redis_login_url).ping()
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis.from_url(url_of(port)).ping()
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=port, password=password + "x").ping()
+        arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert b"redis-server" in arguments
+        assert password.encode() not in arguments
+
+
+@pytest.mark.parametrize(("percent", "limit"), [(60, 512 * MIB), (40, 3 * 2**30)])
+def test_redis_rejects_writes_above_maxmemory_below_the_pod_limit(tmp_path, percent, limit):
+    values = {"redis": {"maxMemoryPercent": percent}}
+    with bundled(tmp_path, "secret", limit, values) as (port, _):
+        client = redis.Redis(port=port, password="secret")
+        config = client.config_get("*")
+        assert int(config["maxmemory"]) == pytest.approx(limit * percent / 100, rel=1e-6)
+        assert config["maxmemory-policy"] == "noeviction"
+        assert config["appendonly"] == "yes"
+        assert config["save"] == ""
+        client.set("kept", "x")
+        client.config_set("maxmemory", 3 * MIB)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            list(map(client.set, range(10_000), [b"x" * 10_000] * 10_000))
+        assert client.get("kept") == b"x"
+
+
+def test_password_is_put_into_urls_that_have_none():
+    for url, password, expected in (
+        ("redis://host:6379/0", "", "redis://host:6379/0"),
+        ("redis://host:6379/0", "a b+c/@:#%", "redis://:a%20b%2Bc%2F%40%3A%23%25@host:6379/0"),
+        ("redis://user@host", "x", "redis://user:x@host"),
+        ("rediss://host?ssl_ca_certs=/a@b", "x", "rediss://:x@host?ssl_ca_certs=/a@b"),
+        ("redis://:own@host/0", "x", "redis://:own@host/0"),
+        ("unix:///run/redis.sock", "x", "unix://:x@/run/redis.sock"),
+        ("", "x", ""),
+    ):
+        assert DraftSettings(redis_url=url, redis_password=password).redis_login_url == expected
+
+
+def test_readiness_probe_requires_a_pong():
+    (_, _, script) = container(pods()["redis"])["readinessProbe"]["exec"]["command"]
+    assert script == "redis-cli ping | grep -qx PONG"
+    for answer, status in (("PONG", 0), ("LOADING Redis is loading the dataset in memory", 1), ("", 1)):
+        fake = f"redis-cli() {{ echo '{answer}'; }}; {script}"
+        assert subprocess.run(["bash", "-c", fake], timeout=20).returncode == status

@@ -16,17 +16,11 @@ from tests.support.chart.reachability import Pod, may_leave, may_reach
 RAY = {"head", "orchestrator", "draft", "target"}
 INSIDE = {*RAY, "redis", "jaeger", "collector"}
 ELSEWHERE = {"kubernetes.io/metadata.name": "elsewhere"}
+NEIGHBOUR = {"app.kubernetes.io/part-of": "gammaray", "app.kubernetes.io/instance": "other-release"}
 OUTSIDE = {
     "stranger": Pod({"app": "web"}),
     "impostor": Pod({"app.kubernetes.io/component": "orchestrator"}),
-    "neighbour": Pod(
-        {
-            "app.kubernetes.io/part-of": "gammaray",
-            "app.kubernetes.io/instance": "other-release",
-            "app.kubernetes.io/component": "orchestrator",
-            "gammaray.io/ray": "true",
-        }
-    ),
+    "neighbour": Pod({**NEIGHBOUR, "app.kubernetes.io/component": "orchestrator", "gammaray.io/ray": "true"}),
     "client": Pod({"app": "chat"}, {"name": "clients"}),
     "far stranger": Pod({"app": "web"}, ELSEWHERE),
     "operator": Pod({"app.kubernetes.io/name": "kuberay-operator"}, ELSEWHERE),
@@ -75,17 +69,12 @@ def sources(values):
 
 def who_reaches(component, port, values):
     everybody, rules = sources(values), policies(values)
-    return {
-        name for name, source in everybody.items() if may_reach(rules, source, everybody[component], port)
-    }
+    return {name for name, pod in everybody.items() if may_reach(rules, pod, everybody[component], port)}
 
 
 def test_connections_are_those_of_the_table_which_covers_every_declared_port():
     everybody, rules = sources(EVERYTHING), policies(EVERYTHING)
-    reached = {
-        (goal, port): {name for name in everybody if may_reach(rules, everybody[name], everybody[goal], port)}
-        for goal, port in TABLE
-    }
+    reached = {place: who_reaches(*place, EVERYTHING) for place in TABLE}
     assert {place: names for place, names in reached.items() if names != TABLE[place]} == {}
     assert set(pods(EVERYTHING)) == {component for component, _ in TABLE} == INSIDE
     for component, template in pods(EVERYTHING).items():
@@ -137,15 +126,13 @@ def test_egress_is_limited_to_the_configured_destinations():
 def test_ports_of_policies_follow_the_start_parameters_of_ray_and_serve():
     rules, everybody = policies(EVERYTHING), sources(EVERYTHING)
     names = ("node-manager", "object-manager", "runtime-env-agent", "min-worker", "max-worker")
+    names += ("dashboard-agent-grpc", "dashboard-agent-listen")
     for group in groups(EVERYTHING).values():
         params = group["rayStartParams"]
-        fixed = [
-            params[f"{name}-port"] for name in (*names, "dashboard-agent-grpc", "dashboard-agent-listen")
-        ]
-        first, last = int(params["min-worker-port"]), int(params["max-worker-port"])
-        for port in map(int, fixed):
+        for port in (int(params[f"{name}-port"]) for name in names):
             assert may_reach(rules, everybody["head"], everybody["target"], port)
-        assert not first <= WORKER <= last
+        last = int(params["max-worker-port"])
+        assert not int(params["min-worker-port"]) <= WORKER <= last
         assert not may_reach(rules, everybody["head"], everybody["target"], last + 1)
     ingress = [f"DIRECT_INGRESS_{end}_{kind}" for end in ("MIN", "MAX") for kind in ("HTTP", "GRPC")]
     proxies = [f"FALLBACK_PROXY_{kind}" for kind in ("HTTP", "GRPC")]

@@ -3,6 +3,7 @@
 import helm_python
 import pytest
 
+import gammaray
 from gammaray.config import OrchestratorSettings
 from gammaray.deploy.serve_config import WORKER_PORT
 from tests.support.chart.chart_helpers import (
@@ -30,8 +31,9 @@ ENDPOINT, EXPORTERS = "env draft OTEL_EXPORTER_OTLP_ENDPOINT", "collector servic
 NVIDIA, MIG, AMD = "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "amd.com/gpu"
 TLS = {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}}
 EGRESS = {"networkPolicy": {"egress": {"enabled": True}}}
-URL = {"urlSecret": {"name": "mine"}}
+URL, ON = {"urlSecret": {"name": "mine"}}, {"enabled": True}
 PREFIX = f"{NAMESPACE}.{NAME}"
+VERSION, GPU, HEAD = gammaray.__version__, "gammaray-worker-gpu", "gammaray-orchestrator"
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 
 
@@ -47,17 +49,9 @@ def pool(role, bounds, replicas, budget):
         f"groups {role} maxReplicas": bounds[1],
         f"groups {role} replicas": replicas,
         f"pdb-{role} spec minAvailable": budget,
+        f"pdb-{role} spec maxUnavailable": None,  # pods of an operator can be counted only by a number
         "cluster enableInTreeAutoscaling": scales,
         "cluster autoscalerOptions securityContext allowPrivilegeEscalation": scales and False,
-    }
-
-
-def budgets(**kept):
-    """Return the rows of budgets; pods of an operator can be counted only by a `minAvailable`, a number."""
-    return {
-        f"pdb-{role} spec {key}": value
-        for role, count in kept.items()
-        for key, value in (("minAvailable", count), ("maxUnavailable", None))
     }
 
 
@@ -71,15 +65,8 @@ def gpus(role, resource, count):
     return {**rows, f"groups {role} rayStartParams num-gpus": str(count) if role in WORKERS else None}
 
 
-def storage(name):
-    return {
-        "statefulset-redis spec volumeClaimTemplates 0 spec storageClassName": name,
-        "pvc-models spec storageClassName": name,
-    }
-
-
-def classes(name):
-    return {"redis": {"storageClassName": name}, "modelCache": {"enabled": True, "storageClassName": name}}
+def images(target, orchestrator):
+    return {"containers target image": target, "containers head image": orchestrator}
 
 
 HOOKS = {
@@ -97,86 +84,101 @@ PROBES = {
     for role in ROLES
     for probe in ("startupProbe", "livenessProbe")
 }
+STORAGE = ("statefulset-redis spec volumeClaimTemplates 0 spec", "pvc-models spec")
+DEFAULTS = {
+    # Redis' password is made before other pods start, by a job that may only create secrets.
+    **HOOKS,
+    "role-redis-password rules": [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}],
+    "env draft GAMMARAY_REDIS_PASSWORD": secret(f"{NAME}-redis", "password"),
+    "env redis REDISCLI_AUTH": secret(f"{NAME}-redis", "password"),
+    "env redis MEMORY_LIMIT resourceFieldRef": {"containerName": "redis", "resource": "limits.memory"},
+    "containers redis resources limits memory": "2Gi",
+    "env draft GAMMARAY_REDIS_PREFIX": None,  # the bundled Redis belongs to one release
+    **{f"pods {role} volumes models emptyDir": {"sizeLimit": "100Gi"} for role in ROLES},
+    "pods draft volumes shm emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"},
+    **{f"containers {role} volumeMounts shm mountPath": "/dev/shm" for role in WORKERS},
+    **{f"containers {role} volumeMounts shm": None for role in ("head", "orchestrator")},  # KubeRay's
+    **PROBES,
+    **{f"groups {role} rayStartParams dashboard-agent-listen-port": "52365" for role in ROLES},
+    **{f"containers {role} readinessProbe grpc": {"port": WORKER_PORT} for role in WORKERS},
+    "containers orchestrator readinessProbe httpGet": {"path": "/-/healthz", "port": 8000},
+    "containers head readinessProbe httpGet port": 8265,
+    "pods head topologySpreadConstraints": None,
+    **gpus("draft", NVIDIA, 1),
+    **gpus("orchestrator", None, 0),
+    "args draft settings device": "cuda",
+    DRAFT_TARGET: None,
+    "args target scaling": None,
+    "args orchestrator settings allowed_hosts": HTTP_NAMES,  # without keys, of its Service and Ingress
+    ENDPOINT: None,
+}
+OF_EVERYTHING = {
+    "containers draft readinessProbe tcpSocket": {"port": WORKER_PORT},  # needs no certificate
+    "containers draft readinessProbe grpc": None,
+    "env target HF_TOKEN": secret("hugging-face", "token"),
+    "pods target initContainers 0 name": "wait-for-models",
+    "pods target initContainers 1 name": "prepare",
+    "args orchestrator settings max_gamma": 6,
+    "args draft settings draft_ahead": False,
+    "pod-test metadata annotations helm.sh/hook": "test",
+    "env test GAMMARAY_API_KEY": secret("test-key", "key"),
+    "containers test command 3": f"http://{NAME}-http:8000",
+    **{f"{place} storageClassName": name for place, name in zip(STORAGE, ("fast", "shared"), strict=True)},
+}
+SEVERAL = {
+    "redis": {**URL, "passwordSecret": {"name": "pw", "key": "p"}},
+    "models": TWO_MODELS,
+    "engine": "vllm",
+    "pods": {"terminationGracePeriodSeconds": 60, "nodeSelector": {"pool": "a"}},
+    "draft": {"modelsSize": "5Gi", "acceleratorType": "NVIDIA-L4", "settings": {"engine": "native"}},
+    "target": {"gpus": 4, "shmSize": "3Gi"},
+    "telemetry": {"otlpEndpoint": "http://o:4317"},
+}
+OF_SEVERAL = {
+    "env draft GAMMARAY_REDIS_URL": secret("mine", "url"),
+    "env draft GAMMARAY_REDIS_PASSWORD": secret("pw", "p"),
+    **{f"env {role} GAMMARAY_REDIS_PREFIX": PREFIX for role in POOLS},
+    "pods draft volumes models emptyDir": {"sizeLimit": "5Gi"},
+    "pods target volumes shm emptyDir": {"medium": "Memory", "sizeLimit": "3Gi"},
+    **{f"env {role} {DRAIN}": "50" for role in ROLES},
+    "pods draft nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4", "pool": "a"},
+    "pods target nodeSelector": {"pool": "a"},
+    "args target settings engine": "vllm",
+    "args draft settings engine": "native",
+    "args target settings tensor_parallel": 4,
+    DRAFT_TARGET: "team/large",
+    "args target settings target": None,
+    ENDPOINT: "http://o:4317",
+}
 TABLE = [
-    # Redis: its password, made before other pods start by a job that may only create secrets.
-    (
-        {},
-        {
-            **HOOKS,
-            "role-redis-password rules": [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}],
-            "env draft GAMMARAY_REDIS_PASSWORD": secret(f"{NAME}-redis", "password"),
-            "env redis REDISCLI_AUTH": secret(f"{NAME}-redis", "password"),
-            "env redis MEMORY_LIMIT resourceFieldRef": {
-                "containerName": "redis",
-                "resource": "limits.memory",
+    ({}, DEFAULTS),
+    (EVERYTHING, OF_EVERYTHING),
+    (SEVERAL, OF_SEVERAL),
+    *(
+        (
+            {
+                "redis": {"storageClassName": given},
+                "modelCache": {"enabled": True, "storageClassName": given},
             },
-            "containers redis resources limits memory": "2Gi",
-            "env draft GAMMARAY_REDIS_PREFIX": None,  # the bundled Redis belongs to one release
-        },
+            {f"{place} storageClassName": shown for place in STORAGE},
+        )
+        for given, shown in (("", None), ("-", ""), ("123", "123"))
     ),
-    (
-        {"redis": {**URL, "passwordSecret": {"name": "pw", "key": "p"}}},
-        {
-            "env draft GAMMARAY_REDIS_URL": secret("mine", "url"),
-            "env draft GAMMARAY_REDIS_PASSWORD": secret("pw", "p"),
-            **{f"env {role} GAMMARAY_REDIS_PREFIX": PREFIX for role in POOLS},
-        },
-    ),
-    *((classes(given), storage(shown)) for given, shown in (("", None), ("-", ""), ("fast", "fast"))),
-    (classes("123"), storage("123")),
-    # Models and memory.
-    *(({}, {f"pods {role} volumes models emptyDir": {"sizeLimit": "100Gi"}}) for role in ROLES),
-    ({"draft": {"modelsSize": "5Gi"}}, {"pods draft volumes models emptyDir": {"sizeLimit": "5Gi"}}),
-    (
-        {"target": {"gpus": 2, "shmSize": "3Gi"}},
-        {
-            "pods target volumes shm emptyDir": {"medium": "Memory", "sizeLimit": "3Gi"},
-            "pods draft volumes shm emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"},
-            **{f"containers {role} volumeMounts shm mountPath": "/dev/shm" for role in WORKERS},
-            **{f"containers {role} volumeMounts shm": None for role in ("head", "orchestrator")},  # KubeRay's
-        },
-    ),
-    # Names, probes, draining, placement.
     ({"nameOverride": "x"}, {"rayservice metadata name": "demo-x"}),
     ({"fullnameOverride": "y"}, {"service-grpc metadata name": "y-grpc"}),
+    ({"pods": {"terminationGracePeriodSeconds": 5}}, {f"env {role} {DRAIN}": "0" for role in ROLES}),
+    # Images, each of which may have its own repository.
+    ({"image": {"registry": "r.com/t/"}}, images(f"r.com/t/{GPU}:{VERSION}", f"r.com/t/{HEAD}:{VERSION}")),
     (
-        {},
-        {
-            **PROBES,
-            **{f"groups {role} rayStartParams dashboard-agent-listen-port": "52365" for role in ROLES},
-            **{f"containers {role} readinessProbe grpc": {"port": WORKER_PORT} for role in WORKERS},
-            "containers orchestrator readinessProbe httpGet": {"path": "/-/healthz", "port": 8000},
-            "containers head readinessProbe httpGet port": 8265,
-            "pods head topologySpreadConstraints": None,
-        },
-    ),
-    *(
-        ({"pods": {"terminationGracePeriodSeconds": grace}}, {f"env {role} {DRAIN}": drained})
-        for grace, drained in ((60, "50"), (5, "0"))
-        for role in ROLES
+        {"image": {"registry": "r", "tag": "7", "workerGpu": {"tag": "8", "repository": "s.com/gpu"}}},
+        images("s.com/gpu:8", f"r/{HEAD}:7"),
     ),
     (
-        {"draft": {"acceleratorType": "NVIDIA-L4"}, "pods": {"nodeSelector": {"pool": "a"}}},
-        {
-            "pods draft nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4", "pool": "a"},
-            "pods target nodeSelector": {"pool": "a"},
-        },
-    ),
-    (
-        EVERYTHING,
-        {
-            "containers draft readinessProbe tcpSocket": {"port": WORKER_PORT},  # needs no certificate
-            "containers draft readinessProbe grpc": None,
-            "env target HF_TOKEN": secret("hugging-face", "token"),
-            "pods target initContainers 0 name": "wait-for-models",
-            "pods target initContainers 1 name": "prepare",
-            "args orchestrator settings max_gamma": 6,
-            "args draft settings draft_ahead": False,
-        },
+        {"image": {"registry": "r", "tag": "7", "workerGpu": {"repository": "s:5000/g", "digest": DIGEST}}},
+        images(f"s:5000/g@{DIGEST}", f"r/{HEAD}:7"),
     ),
     # Pools: bounds, budgets, GPUs.
     ({"draft": {"workers": "3"}}, pool("draft", (3, 3), 3, 2)),
-    ({"draft": {"workers": 2}}, pool("draft", (2, 2), 2, 1)),
     ({"draft": {"workers": "1:4"}}, pool("draft", (1, 4), 1, 0)),
     ({"draft": {"workers": "0:4"}}, pool("draft", (0, 4), 1, 0)),
     ({"draft": {"workers": "0"}}, {"groups draft": None, "groups target minReplicas": 1}),
@@ -190,14 +192,14 @@ TABLE = [
                 "args draft scaling": None,  # workers that stay report nothing
             },
         )
-        for replicas, bounds in ((3, (3, 3)), ("3", (3, 3)), ("2:6", (2, 6)))
+        for replicas, bounds in ((3, (3, 3)), ("2:6", (2, 6)))
     ),
-    ({}, budgets(orchestrator=1, draft=0, target=0)),
-    ({"orchestrator": {"replicas": 5}, "draft": {"workers": 3}}, budgets(orchestrator=4, draft=2)),
-    ({"draft": {"workers": "0:8"}, "target": {"workers": "3:6"}}, budgets(draft=0, target=2)),
-    ({"pods": {"disruptionBudget": {"maxUnavailable": 2}}}, budgets(orchestrator=0, target=0)),
-    ({"target": {"workers": 2, "disruptionBudget": {"maxUnavailable": 0}}}, budgets(target=2)),
-    ({}, {**gpus("draft", NVIDIA, 1), **gpus("orchestrator", None, 0)}),
+    ({"target": {"workers": "3:6"}}, pool("target", (3, 6), 3, 2)),
+    ({"pods": {"disruptionBudget": {"maxUnavailable": 2}}}, {"pdb-orchestrator spec minAvailable": 0}),
+    (
+        {"target": {"workers": 2, "disruptionBudget": {"maxUnavailable": 0}}},
+        {"pdb-target spec minAvailable": 2},
+    ),
     (
         {"draft": {"gpuResource": MIG}, "target": {"gpus": 2}},
         {**gpus("draft", MIG, 1), **gpus("target", NVIDIA, 2)},
@@ -208,24 +210,13 @@ TABLE = [
     ),
     ({"draft": {"gpuResource": MIG, "gpus": 0}}, {**gpus("draft", None, 0), **gpus("target", NVIDIA, 1)}),
     # Settings of the processes.
-    ({}, {"args draft settings device": "cuda", DRAFT_TARGET: None, "args target scaling": None}),
-    (
-        VARIANTS["cpu-trial"],
-        {"args draft settings device": "cpu", "args target settings tensor_parallel": 1},
-    ),
-    ({"target": {"gpus": 4}}, {"args target settings tensor_parallel": 4}),
-    (
-        {"engine": "vllm", "draft": {"settings": {"engine": "native"}}},
-        {"args target settings engine": "vllm", "args draft settings engine": "native"},
-    ),
+    (VARIANTS["cpu-trial"], {"args draft settings device": "cpu", "args target settings tensor_parallel": 1}),
     ({"draft": {"workers": "1:3"}}, {"args target scaling": {}}),  # reports its load if others scale
-    ({"models": TWO_MODELS}, {DRAFT_TARGET: "team/large", "args target settings target": None}),
     *(
         ({"models": TWO_MODELS, "draft": {"settings": {"target": given}}}, {DRAFT_TARGET: given})
         for given in ("", "/tokenizers/large")
     ),
     # Without API keys, the HTTP API answers to the names of its Service and Ingress.
-    ({}, {"args orchestrator settings allowed_hosts": HTTP_NAMES}),
     (INGRESS, {"args orchestrator settings allowed_hosts": f"{HTTP_NAMES},a.example"}),
     (
         {"orchestrator": {"settings": {"allowed_hosts": "c.example"}}},
@@ -233,29 +224,15 @@ TABLE = [
     ),
     ({**INGRESS, "apiKeysSecret": {"name": "keys"}}, {"args orchestrator settings allowed_hosts": None}),
     # Telemetry.
-    ({}, {ENDPOINT: None}),
-    ({"telemetry": {"otlpEndpoint": "http://o:4317"}}, {ENDPOINT: "http://o:4317"}),
-    ({"telemetry": {"jaeger": {"enabled": True}}}, {ENDPOINT: f"http://{NAME}-jaeger:4317"}),
+    ({"telemetry": {"jaeger": ON}}, {ENDPOINT: f"http://{NAME}-jaeger:4317"}),
+    ({"telemetry": {"collector": ON}}, {EXPORTERS: ["debug"], "collector exporters debug": {}}),
     (
-        {"telemetry": {"collector": {"enabled": True}}},
-        {EXPORTERS: ["debug"], "collector exporters debug": {}},
-    ),
-    (
-        {"telemetry": {"otlpEndpoint": "https://o:4317", "collector": {"enabled": True}}},
+        {"telemetry": {"otlpEndpoint": "https://o:4317", "collector": ON}},
         {ENDPOINT: f"http://{NAME}-collector:4317", EXPORTERS: ["otlp/remote"]},
     ),
     (
-        {"telemetry": {"jaeger": {"enabled": True}, "collector": {"enabled": True}}},
+        {"telemetry": {"jaeger": ON, "collector": ON}},
         {EXPORTERS: ["otlp/jaeger"], "collector exporters otlp/jaeger tls": {"insecure": True}},
-    ),
-    # helm test.
-    (
-        {"apiKeysSecret": {"name": "k"}, "helmTest": {"apiKeySecret": {"name": "t", "key": "key"}}},
-        {
-            "pod-test metadata annotations helm.sh/hook": "test",
-            "env test GAMMARAY_API_KEY": secret("t", "key"),
-            "containers test command 3": f"http://{NAME}-http:8000",
-        },
     ),
 ]
 
@@ -284,13 +261,11 @@ REFUSED = [
     ({"modles": {}}, "modles"),
     ({"models": {"target": ""}}, "target"),
     ({"target": {"workers": "0:2"}}, "workers"),
-    ({"draft": {"settings": {"modle": "x"}}}, "modle"),
     ({"draft": {"settings": {"threads": 0}}}, "threads"),
     ({"draft": {"settings": {"redis_url": "redis://:secret@host"}}}, "redis_url"),
     ({"orchestrator": {"settings": {"max_gamma": 65}}}, "max_gamma"),
     ({"engine": "sglang"}, "engine"),
     ({"head": {"tolerationz": []}}, "tolerationz"),
-    ({"jaeger": {"sidecars": []}}, "jaeger"),
     ({"redis": {"password": "hunter2"}}, "password"),
     ({"apiKeysSecret": {"value": "hunter2"}}, "value"),
     ({"image": {"workerCpu": {"digest": "sha256:12"}}}, "digest"),

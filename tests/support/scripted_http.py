@@ -1,6 +1,7 @@
 """An HTTP server on loopback whose answers a function gives."""
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +14,13 @@ Reply = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 
 @contextmanager
 def scripted(
-    reply: Callable[[str, dict[str, Any] | None], Reply],
+    reply: Callable[[str, dict[str, Any] | None], Reply], tls: ssl.SSLContext | None = None
 ) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Serve, and yield the URL and the list of the requests' headers.
 
     Args:
         reply: Called with the path and, for POST, the body; from several threads.
+        tls: Serves HTTPS.
     """
     headers: list[dict[str, str]] = []
 
@@ -30,6 +32,8 @@ def scripted(
         def do_GET(self) -> None:
             self._answer(reply(self.path, None))
 
+        do_HEAD = do_GET
+
         def _answer(self, found: Reply) -> None:
             headers.append({name.lower(): value for name, value in self.headers.items()})
             status, value, more = found if len(found) == 3 else (*found, {})
@@ -38,16 +42,19 @@ def scripted(
             for name, text in {**more, "content-length": str(len(data))}.items():
                 self.send_header(name, text)
             self.end_headers()
-            self.wfile.write(data)
+            if self.command != "HEAD":
+                self.wfile.write(data)
 
         def log_message(self, *_: object) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", headers
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}", headers
     finally:
         server.shutdown()
         thread.join()

@@ -1,16 +1,21 @@
-"""The comparison: speeds without the first token, ranges, bounds, equality, and the references of systems."""
+"""Comparisons: speeds without the first token, ranges, bounds, equality, references; ties within noise."""
 
 from pathlib import Path
 
 import pytest
 
+from benchmarks.baselines import Gaps
+from benchmarks.equivalence import Made, chat_prompts, count
 from benchmarks.peers.figures import decode_bounds, decode_speeds, equality, figures
 from benchmarks.peers.run import Settings, has_changed_tokens
 from benchmarks.peers.stacks import with_server_times
+from benchmarks.prompts import CATEGORIES, load_tasks
 from gammaray.bench.measure import Turn
 from gammaray.bench.systems import Sample
 from gammaray.types import DrafterKind
 from gammaray.wire.cycles import CycleRecord, WorkerCall
+from orchestrator.text.tokenizer import Tokenizer
+from services.demo_pair import TARGET_DIR
 
 
 def sample(arrivals: list[tuple[float, int]], target_s: float | None = None) -> Sample:
@@ -110,3 +115,40 @@ def test_settings_are_recorded_without_paths_of_the_machine(tmp_path):
     assert recorded["llama_server"] == "llama-server"
     assert recorded["target"] == "build/models/own"
     assert recorded["max_tokens"] == 8
+
+
+EXPECTED = Made((5, 6, 7, 8))
+GAPS = Gaps((2.0, 1.0, 1e-6, 3.0), (1, 2, 9, 4), noise=1e-5)
+
+
+def test_runner_up_within_the_noise_is_a_tie_and_the_rest_is_not_compared():
+    found = count("c", [Made((5, 6, 9, 1))], [EXPECTED], [GAPS], GAPS.noise)
+    assert found["tied"] == [{"prompt": 0, "token": 2, "ours": 9, "theirs": 7, "gap": 1e-6, "runner_up": 9}]
+    assert (found["equal"], found["different"], found["tokens"]) == (0, [], 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "place"),
+    [
+        pytest.param((5, 6, 3, 8), 2, id="neither of the two largest"),
+        pytest.param((5, 2, 7, 8), 1, id="the second one, clearly below the first"),
+        pytest.param((5, 6), 2, id="too short, though the next token would be a tie"),
+        pytest.param((5, 6, 7, 8, 9), 4, id="too long"),
+    ],
+)
+def test_other_differences_are_no_ties(tokens, place):
+    found = count("c", [Made(tokens)], [EXPECTED], [GAPS], GAPS.noise)
+    assert (found["equal"], found["tied"]) == (0, [])
+    assert [(one["prompt"], one["token"]) for one in found["different"]] == [(0, place)]
+
+
+def test_within_gammaray_nothing_is_a_tie():
+    found = count("c", [Made((5, 6, 9, 8))], [EXPECTED])
+    assert found["different"] == [{"prompt": 0, "token": 2}]
+
+
+def test_chat_prompts_are_the_templates_as_transformers_renders_it():
+    made, compared = chat_prompts(str(TARGET_DIR), CATEGORIES[:2], 2)
+    assert (compared["completions"], compared["equal"]) == (4, 4)
+    tokenizer = Tokenizer(str(TARGET_DIR))
+    assert tokenizer.decode(made[0]) == tokenizer.render_chat(load_tasks(CATEGORIES[:1], 1)[0].messages)

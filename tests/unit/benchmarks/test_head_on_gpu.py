@@ -49,7 +49,7 @@ def written(target, rows=6, length=80, seed=0):
     return jobs, writer.write(jobs)
 
 
-def test_greedy_answers_are_the_targets_likeliest_tokens(target):
+def test_greedy_answers_are_the_targets_likeliest_tokens_and_begin_after_the_turn_of_a_user(target):
     jobs, talks = written(target)
     with torch.no_grad():
         likeliest = target(talks.token_ids).logits.argmax(-1)
@@ -59,11 +59,6 @@ def test_greedy_answers_are_the_targets_likeliest_tokens(target):
         agreement = (likeliest[row, places - 1] == talks.token_ids[row, places]).float().mean()
         assert len(places) > 5
         assert agreement == 1 if job.temperature == 0 else agreement < 1
-
-
-def test_an_answer_begins_after_the_turn_of_a_user(target):
-    jobs, talks = written(target)
-    for row, job in enumerate(jobs):
         first = len(job.prompt)
         if job.turn_end is not None:
             first = talks.token_ids[row].tolist().index(END) + len(TO_ANSWER)

@@ -1,4 +1,6 @@
-"""Lists of token ids: invalid ones are named, and too long ones are rejected unread."""
+"""Token ids, addresses and texts: invalid ones are named, long ones cut, those of others shown as escapes."""
+
+import json
 
 import pytest
 from google.rpc import status_pb2
@@ -7,29 +9,16 @@ from hypothesis import strategies as st
 
 from gammaray import GenerationRequest, InvalidArgumentError, SamplingParams
 from gammaray.checks import MAX_TOKEN_IDS, check_token_ids, is_wildcard, join_address, split_address
-from gammaray.errors import rendering
+from gammaray.errors import escaped, rendering
 from gammaray.wire.rpc_errors import error_from_status
 
 
-@pytest.mark.parametrize("token_ids", [(), (0,), (0, 9), [9, 0], range(10)], ids=str)
-def test_token_ids_within_the_vocabulary_pass(token_ids):
-    check_token_ids("prompt", token_ids, 10)
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "got"),
-    [((1, 10), "10"), ((-1, 1), "-1"), ((1, True), "True"), ((1, 2.0), "2.0"), ((1, "2"), "2")],
-)
-def test_token_ids_outside_the_vocabulary_name_the_first_wrong_one(token_ids, got):
-    with pytest.raises(InvalidArgumentError) as caught:
-        check_token_ids("prompt", token_ids, 10)
-    assert (caught.value.field, caught.value.got) == ("prompt", got)
-
-
-def test_token_ids_without_vocabulary_fit_the_wire():
-    check_token_ids("prompt", (2**32 - 1,))
-    with pytest.raises(InvalidArgumentError):
-        check_token_ids("prompt", (2**32,))
+def test_token_ids_outside_the_vocabulary_name_the_first_wrong_one():
+    for wrong in (10, -1, True, 2.0, "2"):
+        with pytest.raises(InvalidArgumentError, match=rf"^prompt: got {wrong}, "):
+            check_token_ids("prompt", (1, wrong, 11), 10)
+    check_token_ids("prompt", range(10), 10)
+    check_token_ids("prompt", (2**32 - 1,))  # without a vocabulary, ids fit the wire
 
 
 def test_too_many_token_ids_are_rejected_before_they_are_read():
@@ -37,11 +26,10 @@ def test_too_many_token_ids_are_rejected_before_they_are_read():
         GenerationRequest((1,) * (MAX_TOKEN_IDS + 1)).validate()
 
 
-@pytest.mark.parametrize("name", ["allowed_token_ids", "banned_token_ids"])
-def test_mask_longer_than_the_vocabulary_is_refused(name):
-    SamplingParams(**{name: tuple(range(10))}).validate(10)
-    with pytest.raises(InvalidArgumentError, match=f"{name}: got 11 token ids"):
-        SamplingParams(**{name: (*range(10), 0)}).validate(10)
+def test_mask_longer_than_the_vocabulary_is_refused():
+    SamplingParams(allowed_token_ids=tuple(range(10))).validate(10)
+    with pytest.raises(InvalidArgumentError, match="allowed_token_ids: got 11 token ids"):
+        SamplingParams(allowed_token_ids=(*range(10), 0)).validate(10)
 
 
 def test_error_of_a_worker_keeps_its_field():
@@ -75,34 +63,45 @@ def test_rendering_of_a_long_value_is_its_beginning(value):
     shown, dots, rest = rendering(value).partition("... (over ")
     assert (shown, dots) == (repr(value)[:80], "... (over ")
     assert rest.endswith(" characters)")
-
-
-def test_rendering_of_deep_nesting_ends():
-    value = []
+    deep = []
     for _ in range(100_000):
-        value = [value]
-    assert rendering(value).startswith("[" * 80 + "... (over ")
+        deep = [deep]
+    assert rendering(deep).startswith("[" * 80 + "... (over ")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "worker-0", "a.example.com", "::", "::1", "fd00::4"])
-def test_address_is_split_as_it_was_joined(host):
-    assert split_address("listen", join_address(host, 50051)) == (host, 50051)
-
-
-def test_host_in_brackets_stays_so():
+def test_address_is_split_as_it_was_joined():
+    for host in ("127.0.0.1", "a.example.com", "::", "fd00::4"):
+        assert split_address("listen", join_address(host, 50051)) == (host, 50051)
     assert join_address("[fd00::4]", 1) == join_address("fd00::4", 1) == "[fd00::4]:1"
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["", "host", ":1", "host:", "host:-1", "host:65536", "[]:1", "fd00::4:50051", "[host]:1", "[::1:1"],
-)
-def test_address_without_one_reading_is_refused(address):
-    with pytest.raises(InvalidArgumentError) as caught:
-        split_address("listen", address)
-    assert (caught.value.field, caught.value.got) == ("listen", address)
+def test_address_without_one_reading_is_refused():
+    wrong = ("", "host", ":1", "host:", "host:-1", "host:65536", "[]:1", "fd00::4:5", "[host]:1", "[::1:1")
+    for address in wrong:
+        with pytest.raises(InvalidArgumentError) as caught:
+            split_address("listen", address)
+        assert (caught.value.field, caught.value.got) == ("listen", address)
 
 
 def test_wildcards_of_both_families():
     assert all(map(is_wildcard, ("0.0.0.0", "::", "[::]", "[0:0:0:0:0:0:0:0]")))
     assert not any(map(is_wildcard, ("127.0.0.1", "[::1]", "localhost", "")))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("größer, 大きい, 🙂", "größer, 大きい, 🙂"),
+        ("\x1b]0;title\x07", r"\u001b]0;title\u0007"),
+        ("\x9b31m\x7f", r"\u009b31m\u007f"),
+        ("a\r\nb\tc", r"a\r\nb\tc"),
+        ("\u202eevil\u2066", r"\u202eevil\u2066"),
+        ("\ud800", r"\ud800"),
+        ("\U000e0041", r"\udb40\udc41"),
+        ("\u2028", r"\u2028"),
+    ],
+)
+def test_escaped_text_is_printable_and_keeps_the_meaning_of_json(text, shown):
+    assert escaped(text) == shown
+    assert escaped(escaped(text)) == shown
+    assert json.loads(escaped(json.dumps(text, ensure_ascii=False))) == text

@@ -1,4 +1,4 @@
-"""Engines that a machine lacks are refused at start, in one line, before anything slow is imported."""
+"""Engines, adapters and learning that a machine or cluster lacks are refused at start, in one line."""
 
 import os
 import subprocess
@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import gammaray
-from gammaray.config import ClusterSettings, DraftSettings, TargetSettings
+from gammaray.config import MAX_ADAPTERS, ClusterSettings, DraftSettings, TargetSettings, parse_adapters
 from gammaray.deploy.serve_config import role_settings
 from gammaray.engines import SUPPORTED_VLLM, check_installed, vllm_build
 from gammaray.errors import InvalidArgumentError
+from gammaray.program.settings import parse_settings
 
 ROOT = Path(gammaray.__file__).parents[1]
 
@@ -54,54 +55,27 @@ def test_other_version_is_refused_with_the_supported_one(installed, version):
     assert f"vllm {SUPPORTED_VLLM}" in refused.value.allowed
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (
-            {"head": "h", "draft_weights": "int8"},
-            "draft_weights: got int8, allowed: auto with the engine vllm",
-        ),
-        (
-            {"deterministic": True, "device": "cpu"},
-            "device: got cpu, allowed: auto or cuda with deterministic",
-        ),
-    ],
-)
-def test_settings_that_vllm_does_not_serve_are_refused(given, words):
-    with pytest.raises(InvalidArgumentError, match=words):
-        TargetSettings(engine="vllm", **given)
-    TargetSettings(engine="auto", **given)
+EXACT = {"deterministic": True}
 
 
 @pytest.mark.parametrize(
     ("engine", "given", "words"),
     [
+        ("vllm", {"head": "h", "draft_weights": "int8"}, "draft_weights: got int8, allowed: auto with the"),
+        ("vllm", {**EXACT, "device": "cpu"}, "device: got cpu, allowed: auto or cuda with deterministic"),
         ("native", {"device": "cuda"}, "device: got cuda, allowed: auto or cpu with the engine native"),
         ("native", {"tensor_parallel": 2}, "tensor_parallel: got 2, allowed: 1 with the engine native"),
+        ("native", {"lora": "a=/a"}, "lora: got a=/a, allowed: empty with the engine native"),
         ("transformers", {"lora": "a=/a"}, "lora: got a=/a, allowed: empty with the engine transformers"),
-        (
-            "transformers",
-            {"deterministic": True},
-            "engine: got transformers, allowed: auto or native with deterministic",
-        ),
-        (
-            "auto",
-            {"deterministic": True, "dtype": "bfloat16"},
-            "dtype: got bfloat16, allowed: auto or float32",
-        ),
+        ("transformers", EXACT, "engine: got transformers, allowed: auto or native with deterministic"),
+        ("auto", {**EXACT, "dtype": "bfloat16"}, "dtype: got bfloat16, allowed: auto or float32"),
     ],
 )
-def test_settings_that_other_engines_do_not_serve_are_refused(engine, given, words):
+def test_settings_that_an_engine_does_not_serve_are_refused(engine, given, words):
     with pytest.raises(InvalidArgumentError, match=words):
         TargetSettings(engine=engine, **given)
-
-
-def test_vllm_learns_for_all_tenants_together(tmp_path):
-    given = {"engine": "vllm", "head": "h", "learn": str(tmp_path)}
-    ClusterSettings(**given)
-    with pytest.raises(InvalidArgumentError, match=r"learn: .* empty with the engine vllm and API keys"):
-        ClusterSettings(**given, api_keys_file=str(tmp_path / "keys"))
-    ClusterSettings(**{**given, "engine": "native"}, api_keys_file=str(tmp_path / "keys"))
+    if engine == "vllm":
+        TargetSettings(engine="auto", **given)
 
 
 def test_draft_weights_of_a_target_without_a_head_have_no_effect():
@@ -141,3 +115,61 @@ def test_processes_refuse_with_one_line_and_exit_code_2(tmp_path, command, versi
     assert ended.stdout == ""
     assert f"engine: got vllm, {words}" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("engine", ["auto", "vllm"])
+def test_the_workers_that_draft_learn(engine):
+    roles = role_settings(ClusterSettings(target="t", learn="/l", head="h", engine=engine))
+    assert [roles[role].get("learn") for role in ("target", "draft")] == ["/l", None]
+
+
+WITH_KEYS = {"target": "t", "head": "h", "api_keys_file": "k"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "allowed"),
+    [
+        (ClusterSettings, {"target": "t", "draft": "d"}, "empty without a head, which alone learns"),
+        (TargetSettings, {"model": "t"}, "empty without a head, which alone learns"),
+        (ClusterSettings, {**WITH_KEYS, "engine": "vllm"}, "empty with the engine vllm and API keys"),
+    ],
+)
+def test_nothing_to_learn_with_is_refused(settings, fields, allowed):
+    with pytest.raises(InvalidArgumentError, match=f"learn: got x, allowed: {allowed}"):
+        settings(learn="x", **fields)
+    ClusterSettings(learn="x", **WITH_KEYS, engine="native")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sql", r"lora: got 'sql', allowed: NAME=DIR"),
+        ("sql=", "NAME=DIR"),
+        ("=dir", "NAME=DIR"),
+        ("-sql=dir", "NAME=DIR"),
+        (f"{'x' * 129}=dir", "NAME=DIR"),
+        ("a=b,a=c", "got 'a' twice, allowed: each name once"),
+        (",".join(f"a{at}=b" for at in range(MAX_ADAPTERS + 1)), f"at most {MAX_ADAPTERS}"),
+    ],
+)
+def test_malformed_adapters_are_refused(text, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        parse_settings(TargetSettings, "target", ["--engine", "vllm", "--lora", text])
+
+
+def test_the_option_is_repeated_or_lists_several(monkeypatch):
+    argv = ["--engine", "vllm", "--lora", "sql=/models/sql", "--lora", "a/b:1.x=owner/legal, c=/z"]
+    expected = {"sql": "/models/sql", "a/b:1.x": "owner/legal", "c": "/z"}
+    assert parse_adapters(parse_settings(TargetSettings, "target", argv)[0].lora) == expected
+    assert parse_adapters(parse_settings(TargetSettings, "target", [])[0].lora) == {}
+    monkeypatch.setenv("GAMMARAY_LORA", "a=/x,b=/y")
+    assert parse_adapters(TargetSettings().lora) == {"a": "/x", "b": "/y"}
+
+
+def test_targets_alone_get_the_adapters_of_a_cluster(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sql").mkdir()
+    roles = role_settings(ClusterSettings(lora="sql=sql,legal=owner/legal", engine="vllm"))
+    assert roles["target"]["lora"] == f"sql={tmp_path / 'sql'},legal=owner/legal"
+    assert "lora" not in roles["draft"]
+    assert "lora" not in roles["orchestrator"]

@@ -7,7 +7,7 @@ import pytest
 
 import gammaray
 from gammaray.config import ClusterSettings, OrchestratorSettings, TargetSettings, known_variables
-from gammaray.environment import OTHER_VARIABLES, check_environment, past_proxies
+from gammaray.environment import check_environment, past_proxies
 from gammaray.errors import InvalidArgumentError
 from tests.support.cli_helpers import invoke
 
@@ -42,22 +42,15 @@ def test_every_known_variable_passes():
     check_environment(known_variables, {"PATH": "x", "GAMMA": "x", "MY_GAMMARAY_THING": "x"})
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
+def test_misspelt_variable_names_the_nearest_and_not_its_value():
+    for wrong, right in (
         ("GAMMARAY_HTTP_PROT", "GAMMARAY_HTTP_PORT"),
-        ("GAMMARAY_DRAFT_WORKER", "GAMMARAY_DRAFT_WORKERS"),
         ("GAMMARAY_APIKEY", "GAMMARAY_API_KEY"),
-        ("GAMMARAY_ADRESS", "GAMMARAY_ADDRESS"),
         ("gammaray_max_gama", "GAMMARAY_MAX_GAMMA"),
-        ("GAMMARAY_CAFILE", "GAMMARAY_CA_FILE"),
-    ],
-)
-def test_misspelt_variable_names_the_nearest_and_not_its_value(wrong, right):
-    with pytest.raises(InvalidArgumentError, match=rf"nearest name is {right}$") as caught:
-        check_environment(known_variables, {wrong: SECRET})
-    assert caught.value.field == wrong
-    assert SECRET not in str(caught.value)
+    ):
+        with pytest.raises(InvalidArgumentError, match=rf"^{wrong}: .*nearest name is {right}$") as caught:
+            check_environment(known_variables, {wrong: SECRET})
+        assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize("settings", [ClusterSettings, OrchestratorSettings, TargetSettings])
@@ -81,40 +74,26 @@ def test_variables_of_kubernetes_services_are_left_alone():
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["up"], ["keys", "list"]], ids=" ".join)
-def test_command_line_refuses_it_with_exit_code_2(arguments):
-    result = invoke(*arguments, env={"GAMMARAY_DEVCIE": "cpu"})
+def test_command_line_refuses_it_with_exit_code_2_except_for_help(arguments):
+    environment = {"GAMMARAY_DEVCIE": "cpu"}
+    result = invoke(*arguments, env=environment)
     assert result.exit_code == 2
     assert "GAMMARAY_DEVCIE" in result.stderr
     assert "GAMMARAY_DEVICE" in result.stderr
     assert result.stderr.count("\n") == 1
+    assert invoke(*arguments, "--help", env=environment).exit_code == 0
+    assert invoke("--help", env=environment).exit_code == 0
 
 
-def test_help_works_with_a_misspelt_variable():
-    for arguments in (["--help"], ["status", "--help"]):
-        assert invoke(*arguments, env={"GAMMARAY_DEVCIE": "cpu"}).exit_code == 0
-
-
-def test_variables_that_are_no_setting_have_a_description():
-    fields = known_variables() - OTHER_VARIABLES.keys()
-    assert not fields & OTHER_VARIABLES.keys()
-    assert all(OTHER_VARIABLES.values())
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
+def test_hosts_are_added_to_those_without_a_proxy():
+    for environment, expected in (
         ({}, "a,b"),
         ({"no_proxy": "c , d"}, "c , d,a,b"),
         ({"NO_PROXY": "c"}, "c,a,b"),
         ({"no_proxy": "c", "NO_PROXY": "d"}, "c,a,b"),
         ({"no_proxy": " ", "NO_PROXY": "d"}, "d,a,b"),
         ({"no_proxy": "b,c"}, "b,c,a"),
-    ],
-)
-def test_hosts_are_added_to_those_without_a_proxy(environment, expected):
-    environment["http_proxy"] = "http://127.0.0.1:9"
-    assert past_proxies(environment, "a", "b") == {"no_proxy": expected, "NO_PROXY": expected}
-
-
-def test_star_stays_the_only_host_without_a_proxy():
+    ):
+        found = past_proxies({**environment, "http_proxy": "http://127.0.0.1:9"}, "a", "b")
+        assert found == {"no_proxy": expected, "NO_PROXY": expected}
     assert past_proxies({"NO_PROXY": "*"}, "a") == {}  # names beside it would take its meaning away

@@ -7,8 +7,8 @@ import time
 from gammaray.aio import end_tasks
 
 
-async def test_end_tasks_survives_a_swallowed_cancellation():
-    """What a loop around `asyncio.wait_for` does before Python 3.12."""
+async def test_end_tasks_survives_a_swallowed_cancellation_and_drops_failures():
+    """A loop around `asyncio.wait_for` swallows one before Python 3.12."""
     swallowed = 0
 
     async def stubborn() -> None:
@@ -21,23 +21,17 @@ async def test_end_tasks_survives_a_swallowed_cancellation():
                 if swallowed > 1:
                     raise
 
-    task = asyncio.create_task(stubborn())
-    await asyncio.sleep(0)
-    await asyncio.wait_for(end_tasks(task), 60)
-    assert task.cancelled()
-    assert swallowed == 2
-
-
-async def test_end_tasks_drops_failures_and_takes_finished_ones():
     async def fail() -> None:
         raise RuntimeError("of no interest")
 
     failed, done = asyncio.create_task(fail()), asyncio.create_task(asyncio.sleep(0))
     await asyncio.wait([failed, done])
-    await end_tasks(failed, done)
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(end_tasks(task, failed, done), 60)
+    assert task.cancelled()
+    assert swallowed == 2
     await end_tasks()
-    assert failed.done()
-    assert done.done()
 
 
 async def test_end_tasks_gives_up_on_those_that_never_end_and_names_them(caplog):

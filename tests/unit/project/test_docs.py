@@ -13,13 +13,8 @@ from orchestrator.api.http.models import CompletionRequest, GammarayOptions
 
 ROOT = Path(gammaray.__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [
-    *(
-        ROOT / name
-        for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md")
-    ),
-    *DOCS,
-]
+OTHERS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md")
+PAGES = [*(ROOT / name for name in (*OTHERS, "helm/gammaray/README.md")), *DOCS]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^\$ (?:[A-Z_]+=\S+ )*(gammaray(?: .*)?)$", re.MULTILINE)
 INLINE = re.compile(r"`(gammaray [a-z][^`]*)`")

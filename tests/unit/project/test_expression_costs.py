@@ -81,7 +81,8 @@ def uses_of(path: Path) -> Iterator[Use]:
                 yield Use(MADE[place], used, f"{place}:{node.lineno}")
         elif owner.id == "re" and method == "compile":
             made = evaluated(node, module)
-            names = [name for name, value in vars(module).items() if is_same(value, made)]
+            names = [name for name, value in vars(module).items() if isinstance(value, re.Pattern)]
+            names = [name for name in names if getattr(module, name) == made]
             assert names, f"{place}:{node.lineno}: an expression without a name in the module is not tested"
             methods = {one.func.attr for one in ast.walk(tree) if is_use(one, names)}
             for used in sorted(methods or METHODS):
@@ -101,17 +102,10 @@ def compiling(node: ast.Call) -> tuple[list[ast.expr], list[ast.keyword]]:
 
 
 def is_use(node: ast.AST, names: list[str]) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in METHODS
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id in names
-    )
-
-
-def is_same(value: object, pattern: re.Pattern[str]) -> bool:
-    return isinstance(value, re.Pattern) and value == pattern
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    owner = node.func.value
+    return node.func.attr in METHODS and isinstance(owner, ast.Name) and owner.id in names
 
 
 def evaluated(node: ast.expr, module: Any) -> re.Pattern[str]:

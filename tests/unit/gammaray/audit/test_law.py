@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gammaray.audit.law import (
@@ -195,95 +195,73 @@ def largest_mean(log_probs, rounded):
     return means(position, masses).max()
 
 
-@pytest.mark.parametrize("rounded", [bfloat16, half_precision])
+DIGITS = [functools.partial(round, ndigits=digits) for digits in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("rounded", [bfloat16, half_precision, *DIGITS])
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), exponent=st.floats(0.3, 4.0))
+@example(183, 1.0)  # with one digit nearly all are off by 0.05
+@example(210, 1.0)
 def test_rounding_makes_no_bet_profitable(rounded, seed, exponent):
     """Probabilities reported in bfloat16 are off by up to 0.8 %."""
     assert largest_mean(law(seed, exponent=exponent), rounded) <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("digits", [1, 2, 3, 4])
-def test_rounding_to_decimals_makes_no_bet_profitable(digits):
-    rounded = functools.partial(round, ndigits=digits)
-    for seed in range(20):
-        assert largest_mean(law(seed), rounded) <= 1 + 1e-9
-    for seed in (183, 210):  # with one digit nearly all are off by 0.05
-        assert largest_mean(law(seed, exponent=1.0), rounded) <= 1 + 1e-9
-
-
-def test_listed_tokens_of_equal_text_are_one_cell():
-    pairs = [("a", 0.5), ("b", 0.2), ("a", 0.1), ("c", 0.05), ("d", 0.02), ("e", 0.01)]
-    position = Position.read([(token, math.log(p)) for token, p in pairs], 6)
+def test_listed_tokens_of_equal_text_are_one_cell_and_partial_characters_are_the_rest():
+    pairs = [("a", 0.5), ("b", 0.2), ("a", 0.1), ("\ufffd", 0.05), ("c", 0.05), ("d", 0.02), ("e", 0.01)]
+    position = Position.read([(token, math.log(p)) for token, p in pairs], 7)
     assert list(position.index) == ["a", "b", "c"]
     assert position.probs == pytest.approx([0.6, 0.2, 0.05, 0.15])
     assert position.cell_of("a", math.log(0.1)) == 0
     assert position.cell_of("a", math.log(0.004)) == 3, "an unlisted token of the same text"
     assert position.cell_of("a") == position.cell_of("a", 0.0) == 0
-    assert position.cell_of("e", math.log(0.01)) == position.cell_of("x") == 3
-
-
-def test_texts_of_partial_characters_are_the_rest():
-    position = Position.read([("\ufffd", -1.0), ("b", -1.5), ("c", -2.0), ("d", -3.0), ("e", -4.0)], 5)
-    assert list(position.index) == ["b", "c"]
-    assert position.cell_of("\ufffd", -1.0) == 2
-    assert position.probs[-1] == pytest.approx(1 - math.exp(-1.5) - math.exp(-2.0))
+    for token, p in (("e", 0.01), ("\ufffd", 0.05), ("x", 0.001)):
+        assert position.cell_of(token, math.log(p)) == 3
 
 
 def test_probabilities_that_sum_to_more_than_one_by_rounding():
-    position = Position.read({"a": math.log(0.7), "b": math.log(0.30005), "c": -9.0, "d": -10.0}, 4)
+    listed = {"a": math.log(0.7), "b": math.log(0.30005), "c": -9.0, "d": -10.0}
+    position = Position.read(listed, 4)
     assert math.fsum(position.probs) == pytest.approx(1.0)
     assert position.probs[-1] == 0.0
     test = LawTest(0.005, 4)
-    test.observe("d", {"a": math.log(0.7), "b": math.log(0.30005), "c": -9.0, "d": -10.0})
+    test.observe("d", listed)
     assert math.isfinite(test.log_e_value), "the rest was drawn though nothing is left for it"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.5])
-def test_values_that_are_no_log_probabilities_are_refused(value):
-    with pytest.raises(InvalidArgumentError, match=r"cells\['a'\]: .*a log-probability"):
-        LawTest(0.005, 4).observe("a", {"a": value, "b": -1.0, "c": -2.0, "d": -3.0})
-
-
-def test_probabilities_beyond_one_are_refused():
-    with pytest.raises(InvalidArgumentError, match=r"cells: got probabilities of 1\.2\d+ together"):
-        LawTest(0.005, 4).observe("a", {"a": -0.5, "b": -0.5, "c": -4.0, "d": -5.0})
-
-
 @pytest.mark.parametrize(
-    ("field", "arguments"), [("alpha", (0.0, 20)), ("alpha", (0.6, 20)), ("num_listed", (0.1, 3))]
+    ("a", "b", "words"),
+    [
+        (math.nan, -1.0, r"cells\['a'\]: .*a log-probability"),
+        (0.5, -1.0, r"cells\['a'\]: .*a log-probability"),
+        (-0.5, -0.5, r"cells: got probabilities of 1\.2\d+ together"),
+    ],
 )
+def test_values_that_are_no_log_probabilities_are_refused(a, b, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        LawTest(0.005, 4).observe("a", {"a": a, "b": b, "c": -4.0, "d": -5.0})
+
+
 @pytest.mark.parametrize("kind", [LawTest, IndependenceTest])
-def test_arguments_are_checked(kind, field, arguments):
-    with pytest.raises(InvalidArgumentError, match=f"^{field}:"):
-        kind(*arguments)
+def test_arguments_are_checked(kind):
+    for field, arguments in (("alpha", (0.0, 20)), ("alpha", (0.6, 20)), ("num_listed", (0.1, 3))):
+        with pytest.raises(InvalidArgumentError, match=f"^{field}:"):
+            kind(*arguments)
 
 
-def test_unlikely_values_and_minus_infinity_are_the_rest():
-    cells = {"a": math.log(0.9), "b": math.log(0.1), "c": -math.inf, "d": -9999.0, "e": -20.0}
-    position = Position.read(cells, 5)
-    assert list(position.index) == ["a", "b"]
-
-
-def test_positions_that_list_too_few_tokens_are_left_out():
+def test_positions_that_are_certain_or_list_too_few_tokens_say_nothing():
     test = LawTest(0.005, 20)
-    for _ in range(10):
-        test.observe("a", {"a": -1.0, "b": -2.0, "c": -3.0})
-    assert (test.num_tokens, test.num_unreadable, test.log_e_value) == (10, 10, 0.0)
+    test.observe("a", {"a": -1.0, "b": -2.0, "c": -3.0})
+    test.observe("a", {"a": -1e-6, **dict.fromkeys("bcdefghijklmnopqrst", -15.0)})
+    assert (test.num_tokens, test.num_unreadable, test.log_e_value) == (2, 1, 0.0)
+    assert test.smallest_detectable()["top-1 share"] == math.inf
     test.observe("a", {"a": math.log(0.6), "b": math.log(0.4)})
-    assert test.num_unreadable == 10, "two tokens that sum to 1 are all that there are"
+    assert test.num_unreadable == 1, "two tokens that sum to 1 are all that there are"
     assert test.log_e_value != 0.0
 
 
-def test_certain_positions_say_nothing():
-    test = LawTest(0.005, 4)
-    for _ in range(100):
-        test.observe("a", {"a": -1e-6, "b": -15.0, "c": -16.0, "d": -17.0})
-    assert (test.num_tokens, test.log_e_value) == (100, 0.0)
-    assert test.smallest_detectable()["top-1 share"] == math.inf
-
-
-def test_hidden_tokens_are_left_out_of_the_cells():
+def test_hidden_and_unlikely_tokens_are_left_out_of_the_cells():
     cells = {"a": math.log(0.4), "</s>": math.log(0.5), "b": math.log(0.08), "c": -6.0, "d": -7.0}
     position = Position.read(cells, 5, {"</s>"})
     assert list(position.index) == ["a", "b"]
@@ -292,23 +270,8 @@ def test_hidden_tokens_are_left_out_of_the_cells():
     test.observe("</s>", cells)
     assert test.num_tokens == 0
     assert Position.read(cells | {"</s>": math.log(0.95), "a": -4.0, "b": -5.0}, 5, {"</s>"}) is None
-
-
-@pytest.mark.statistical
-def test_server_that_reports_no_end_is_honest_only_with_the_end_hidden():
-    """The end has a probability of 10 % everywhere; the server does not report when it is drawn."""
-    rng, cells = (
-        random.Random(2),
-        {"a": math.log(0.5), "b": math.log(0.3), "</s>": math.log(0.1), "c": -3.0, "d": -4.0},
-    )
-    blind, seeing = LawTest(0.005, 5), LawTest(0.005, 5, {"</s>"})
-    for _ in range(700):
-        token = rng.choices(["a", "b", "</s>", "c", "d", "x"], [0.5, 0.3, 0.1, 0.0498, 0.0183, 0.0319])[0]
-        if token != "</s>":
-            blind.observe(token, cells)
-            seeing.observe(token, cells)
-    assert blind.rejected
-    assert not seeing.rejected
+    cells = {"a": math.log(0.9), "b": math.log(0.1), "c": -math.inf, "d": -9999.0, "e": -20.0}
+    assert list(Position.read(cells, 5).index) == ["a", "b"]
 
 
 # --- How often it errs, and what it finds
@@ -380,23 +343,6 @@ def test_tokens_that_fit_nowhere_are_found(share, among, found):
     assert test.smallest_detectable()[found] < 0.1
 
 
-@pytest.mark.statistical
-def test_known_draft_is_bet_on():
-    """A tenth of the tokens is what a drafter says, which is not the target's favourite."""
-    rng, blind, knowing = random.Random(7), LawTest(0.005, LISTED), LawTest(0.005, LISTED)
-    for number in range(600):
-        log_probs = law(number)
-        said = sorted(log_probs, key=log_probs.get)[-3]
-        token = said if rng.random() < 0.1 else draw(rng, log_probs)
-        blind.observe(token, top(log_probs), log_probs[token])
-        knowing.observe(token, top(log_probs), log_probs[token], said)
-    assert knowing.strongest().startswith("draft share: 0.")
-    assert knowing.num_tokens_until_rejected < 400
-    assert knowing.log_e_value > blind.log_e_value + 10
-    assert 0.02 < knowing.smallest_detectable()["draft share"] < 0.1
-    assert blind.smallest_detectable()["draft share"] == math.inf
-
-
 def test_more_tokens_show_smaller_faults():
     test, found = LawTest(0.005, LISTED), []
     for number in range(400):
@@ -406,6 +352,7 @@ def test_more_tokens_show_smaller_faults():
         "temperature below 1",
         "temperature above 1",
     }
+    assert found[-1]["draft share"] == math.inf, "no draft is known"
     assert found[-1]["temperature below 1"] > found[99]["temperature below 1"]
     assert found[-1]["temperature above 1"] < found[99]["temperature above 1"]
     assert found[-1]["top-1 share"] == pytest.approx(found[99]["top-1 share"] / 2, rel=1e-3)

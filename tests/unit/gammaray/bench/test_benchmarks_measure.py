@@ -1,39 +1,34 @@
-"""Interleaving, ratios per repetition, and equality."""
+"""Measurements: order, ratios, equality, gaps between tokens, loops and own prompts; the page of a result."""
 
 import asyncio
 import random
+import re
+import sys
 import time
 from dataclasses import replace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from gammaray.bench.loops import loops_line, repeated_share, without_loops
 from gammaray.bench.measure import PLAIN, Samples, Turn, differences, loads, measure
-from gammaray.bench.rows import row
-from gammaray.bench.systems import Ask, Sample
+from gammaray.bench.page import page
+from gammaray.bench.prompts import NUM_PROMPTS, fingerprint, own_prompts
+from gammaray.bench.provenance import provenance
+from gammaray.bench.rows import gap_figures, gaps, row
+from gammaray.bench.svg import bar_chart
+from gammaray.bench.systems import Arrival, Ask, Sample
 from gammaray.errors import InternalError
 from gammaray.types import SpeculationSummary
+from tests.support.theory import expected_tokens
 
 BASES = {"over_generate": "generate", "over_plain": PLAIN}
 
 SUMMARY = SpeculationSummary(
-    cycles=4,
-    tokens_per_cycle=2.5,
-    alpha=0.75,
-    acceptance_rate=0.5,
-    accepted_lengths=(1, 1, 1, 1),
-    gamma_mean=3.0,
-    draft_ms=8.0,
-    verify_ms=40.0,
-    other_ms=2.0,
-    total_ms=50.0,
-    speedup_estimate=None,
-)
-
-
-def summary_of(**fields: Any) -> SpeculationSummary:
-    """Return the summary with other fields."""
-    return replace(SUMMARY, **fields)
+    cycles=4, tokens_per_cycle=2.5, alpha=0.75, acceptance_rate=0.5, accepted_lengths=(1, 1, 1, 1),
+    gamma_mean=3.0, draft_ms=8.0, verify_ms=40.0, other_ms=2.0, total_ms=50.0, speedup_estimate=None,
+)  # fmt: skip
 
 
 class FakeSystem:
@@ -82,30 +77,33 @@ def samples(**seconds: list[float]) -> Samples:
     }
 
 
-async def test_measure_interleaves_systems_prompt_by_prompt_in_rotating_order():
+async def interleaved(names: str, repetitions: int, **options: Any) -> list[tuple[str, str]]:
+    """Return who was asked for what, of systems with these names."""
     cycle_log: list[tuple[str, str]] = []
-    systems = [FakeSystem(name, cycle_log) for name in "ab"]
     ticks: list[None] = []
-    result = await measure(systems, [Ask("p", 8), Ask("q", 8)], 2, lambda: ticks.append(None))
-    warm_up, measured = cycle_log[:2], cycle_log[2:]
-    assert warm_up == [("a", "p"), ("b", "p")]
-    assert measured == [("a", "p"), ("b", "p"), ("b", "q"), ("a", "q")] * 2
-    assert len(ticks) == 8
-    assert {name: [len(r) for r in reps] for name, reps in result.items()} == {"a": [2, 2], "b": [2, 2]}
+    systems = [FakeSystem(name, cycle_log) for name in names]
+    asks = [Ask("p", 8), Ask("q", 8)]
+    result = await measure(systems, asks, repetitions, lambda: ticks.append(None), **options)
+    assert len(ticks) == 2 * len(names) * repetitions
+    lengths = {name: [len(turns) for turns in found] for name, found in result.items()}
+    assert lengths == dict.fromkeys(names, [2] * repetitions)
+    return cycle_log
+
+
+async def test_measure_interleaves_systems_prompt_by_prompt_in_rotating_order():
+    found = await interleaved("ab", 2)
+    assert found[:2] == [("a", "p"), ("b", "p")], "the warm-up"
+    assert found[2:] == [("a", "p"), ("b", "p"), ("b", "q"), ("a", "q")] * 2
 
 
 async def test_measure_draws_the_order_of_each_turn_from_the_seed():
     orders = []
     for seed in (1, 1, 2):
-        cycle_log: list[tuple[str, str]] = []
-        systems = [FakeSystem(name, cycle_log) for name in "abc"]
-        asks = [Ask("p", 8), Ask("q", 8)]
-        result = await measure(systems, asks, 4, lambda: None, shuffle=random.Random(seed))
-        turns = [cycle_log[start : start + 3] for start in range(3, len(cycle_log), 3)]
+        found = await interleaved("abc", 4, shuffle=random.Random(seed))
+        turns = [found[start : start + 3] for start in range(3, len(found), 3)]
         # Every turn holds all systems once, on the same prompt.
         assert [{system for system, _ in turn} for turn in turns] == [set("abc")] * 8
         assert [prompt for turn in turns for _, prompt in turn] == list("pppqqq") * 4
-        assert {name: len(repetitions) for name, repetitions in result.items()} == dict.fromkeys("abc", 4)
         orders.append(["".join(system for system, _ in turn) for turn in turns])
     assert orders[0] == orders[1] != orders[2]
     assert len(set(orders[0])) > 2
@@ -123,12 +121,9 @@ def test_row_takes_the_ratio_within_each_repetition():
 
 def test_row_joins_summaries_as_ratios_of_sums():
     # 9 of 18 tested and 6 of 6 tested: alpha is 15 / 24, not the mean of .5 and 1.
-    poor = replace(
-        SUMMARY, alpha=0.5, accepted_lengths=(9, 9), cycles=18, gamma_mean=1.0, tokens_per_cycle=1.5
-    )
-    good = replace(
-        SUMMARY, alpha=1.0, accepted_lengths=(0, 0, 0, 2), cycles=2, gamma_mean=3.0, tokens_per_cycle=4.0
-    )
+    poor = replace(SUMMARY, alpha=0.5, accepted_lengths=(9, 9), cycles=18, tokens_per_cycle=1.5)
+    good = replace(SUMMARY, alpha=1.0, accepted_lengths=(0, 0, 0, 2), cycles=2, tokens_per_cycle=4.0)
+    poor, good = replace(poor, gamma_mean=1.0), replace(good, gamma_mean=3.0)
     arrivals = (((0.25, 1), (0.5, 2)), ((0.75, 1), (1.0, 2)))
     made = [Sample((1,), 1.0, came, one) for came, one in zip(arrivals, (poor, good), strict=True)]
     figures = row("gammaray-4", {"gammaray-4": [[turn(*made)]]})
@@ -144,7 +139,7 @@ def test_row_joins_summaries_as_ratios_of_sums():
 
 
 def test_row_nothing_accepted_is_alpha_zero_and_nothing_drafted_is_none():
-    wrong = summary_of(alpha=0.0, accepted_lengths=(4,), tokens_per_cycle=1.0)
+    wrong = replace(SUMMARY, alpha=0.0, accepted_lengths=(4,), tokens_per_cycle=1.0)
     plain = replace(wrong, alpha=None, acceptance_rate=None, gamma_mean=0.0)
     for summary, alpha in ((wrong, 0.0), (plain, None)):
         figures = row("gammaray-4", {"gammaray-4": [[turn(Sample((1,), 1.0, (), summary))]]})
@@ -183,3 +178,169 @@ def test_loads_gives_each_session_two_completions_under_their_own_seeds():
     assert loads(asks, 1) == [[asks[0]], [asks[1]]]
     (load,) = loads(asks, 3)
     assert [(ask.prompt, ask.seed) for ask in load] == list(zip("pqpqpq", range(6), strict=True))
+
+
+def cycles(num_cycles: int, alpha: float, gamma: int, seconds: float = 0.02, seed: int = 7) -> list[Arrival]:
+    """Chunks of cycles of equal length whose draft tokens pass independently with probability alpha."""
+    rng = random.Random(seed)
+    made = []
+    for i in range(num_cycles):
+        accepted = 0
+        while accepted < gamma and rng.random() < alpha:
+            accepted += 1
+        made.append(((i + 1) * seconds, accepted + 1))
+    return made
+
+
+def test_gaps_within_a_chunk_are_zero_and_the_first_chunk_counts_as_first_token():
+    assert gaps([(0.5, 3), (0.75, 1), (1.0, 3)]) == pytest.approx([0.25, 0.25, 0.0, 0.0])
+    assert gaps([(0.5, 3)]) == []
+    assert gaps([]) == []
+
+
+def test_gap_figures_of_cycles_have_the_mean_of_their_tokens():
+    figures = gap_figures([cycles(20_000, alpha=0.8, gamma=5)])
+    assert figures is not None
+    assert figures["mean_ms"] == pytest.approx(20.0 / expected_tokens(0.8, 5), rel=0.02)
+    assert figures["p50_ms"] == 0.0
+    assert figures["p99_ms"] == pytest.approx(20.0)
+
+
+READ = tuple(range(60))
+LOOP = (1, 2, 3, 4, 5, 6, 7, 8) * 8
+
+
+def texts(*token_ids: tuple[int, ...]) -> Turn:
+    return turn(*(Sample(one, 1.0) for one in token_ids))
+
+
+def test_repeated_share_counts_6_grams_that_occurred_before():
+    assert repeated_share(()) == repeated_share((5,) * 6) == repeated_share(READ) == 0.0
+    assert repeated_share((5,) * 7) == 0.5
+    assert repeated_share(LOOP) == pytest.approx(1 - 8 / 59)
+    assert repeated_share((*READ, *READ[:12])) == pytest.approx(7 / 67)
+
+
+def test_turns_whose_plain_completion_is_a_loop_are_left_out_of_every_system():
+    samples = {
+        PLAIN: [[texts(READ), texts(LOOP)], [texts(READ), texts(LOOP)]],
+        "other": [[texts(LOOP), texts(READ)], [texts(LOOP), texts(READ)]],
+    }
+    kept, loops = without_loops(samples)
+    assert {name: [len(turns) for turns in found] for name, found in kept.items()} == {
+        PLAIN: [1, 1],
+        "other": [1, 1],
+    }
+    assert kept["other"][0][0].samples[0].token_ids == LOOP
+    assert loops["kept"] == [0]
+    assert loops["num_loops"] == 1
+    assert loops["repeated_share"] == [[0.0], [pytest.approx(0.864, abs=1e-3)]]
+    assert loops_line(loops) == "1 of 2 completions repeat themselves (loops): left out of the figures"
+
+
+def test_figures_of_loops_alone_keep_them():
+    kept, loops = without_loops({PLAIN: [[texts(LOOP), texts(LOOP)]]})
+    assert len(kept[PLAIN][0]) == 2
+    assert loops_line(loops) == "2 of 2 completions repeat themselves (loops): in the figures"
+    assert loops_line(without_loops({PLAIN: [[texts(READ)]]})[1]) == ""
+
+
+def test_prompts_are_different_take_turns_and_end_inside_a_line():
+    rows = own_prompts(NUM_PROMPTS + 1)
+    assert len({text for _, text in rows}) == len(rows) == NUM_PROMPTS
+    assert [category for category, _ in rows] == ["code", "prose", "repetitive"] * (NUM_PROMPTS // 3)
+    assert all(text and text == text.rstrip() for _, text in rows)
+    assert own_prompts(2) == rows[:2]
+
+
+def test_fingerprints_of_different_sets_differ():
+    assert fingerprint(["a", "b"]) == fingerprint(["a", "b"])
+    assert fingerprint(["a", "b"]) != fingerprint(["ab", ""])
+
+
+@pytest.mark.parametrize("key", [["--api-key", "sk-1"], ["--api-key=sk-1"]])
+def test_provenance_command_omits_the_key(key, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/gammaray", "bench", *key, "--tokens", "8"])
+    command = provenance()["command"]
+    assert "sk-1" not in command
+    assert command.endswith("--tokens 8")
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def bars(svg: str) -> dict[str, float]:
+    """Height of each bar of a chart, by the text that a mouse shows."""
+    found = {}
+    for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
+        if (title := rect.find(f"{SVG}title")) is not None:
+            found[str(title.text)] = float(rect.attrib["height"])
+    return found
+
+
+def test_bar_chart_heights_are_proportional_to_the_values():
+    svg = bar_chart("Speed", ["a & b", "c"], {"one": [1.0, 2.0], "<two>": [None, 4.0]}, base=1.0)
+    found = bars(svg)
+    assert list(found) == ["one, a & b: 1.00", "one, c: 2.00", "<two>, c: 4.00"]
+    assert found["one, c: 2.00"] == pytest.approx(2 * found["one, a & b: 1.00"], abs=0.2)
+    assert found["<two>, c: 4.00"] == pytest.approx(4 * found["one, a & b: 1.00"], abs=0.3)
+    assert "prefers-color-scheme:dark" in svg
+
+
+@pytest.mark.parametrize("largest", [0.0, 0.003, 0.99, 1.0, 7.3, 1234.5])
+def test_bars_stay_in_the_picture_at_every_scale(largest):
+    root = ElementTree.fromstring(bar_chart("t", ["g"], {"s": [largest]}))
+    (bar,) = (rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None)
+    assert float(bar.attrib["y"]) >= 58 - 0.1
+    assert 2 <= sum(path.attrib.get("class") == "g" for path in root.iter(f"{SVG}path")) <= 8
+
+
+def page_row(name: str, over_plain: float) -> dict[str, Any]:
+    return {
+        "system": f"gammaray-{name}",
+        "tokens_per_s": {"median": 50 * over_plain, "values": [50 * over_plain]},
+        "over_plain": {"median": over_plain, "values": [over_plain]},
+        "speculation": {
+            "tokens_per_cycle": 2.0, "alpha": 0.5, "acceptance_rate": 0.4, "gamma_mean": 3.0,
+            "accepted_lengths": [10] if name == "0" else [5, 3, 2],
+        },
+        "first_token_ms": {"p50": 12.5, "p99": 40.0},
+        "between_tokens": {"p50_ms": 1.0, "p95_ms": 2.0, "p99_ms": 3.0},
+    }  # fmt: skip
+
+
+def test_page_has_every_chart_of_every_point_and_asks_nothing_of_the_network():
+    result = {
+        "provenance": {
+            "date_utc": "2026-01-31T00:00:00Z",
+            "command": "gammaray bench --prompt <b>",
+            "hardware": {"cpu": "CPU & co", "cores": 2, "gpu": None},
+            "versions": {"gammaray": "1.0"},
+        },
+        "models": {"target": "big", "draft": "small"},
+        "points": [
+            {
+                "temperature": 0.7,
+                "rows": [page_row("0", 1.0), page_row("4", 1.5), page_row("adaptive", 1.25)],
+                "equality": {"compared": 8, "equal": 8, "different": []},
+                "loops": {"repeated_share": [[0.9], [0.1]], "num_loops": 1, "kept": [1]},
+                "categories": {
+                    "code": {"gammaray-0": 1.0, "gammaray-4": 2.5},
+                    "prose": {"gammaray-0": 1.0, "gammaray-4": 1.1},
+                },
+            }
+        ],
+    }
+    text = page(result)
+    speed, depth, latency = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert bars(speed).keys() >= {"gamma 4, all: 1.50", "gamma 4, code: 2.50", "adaptive, all: 1.25"}
+    assert "draft tokens" in depth
+    assert "gamma 4" in depth
+    assert "gamma 0" not in depth
+    assert bars(latency)["gamma 0, gap p95: 2.00"] > 0
+    assert "8 of 8 completions" in text
+    assert "1 of 2 completions repeat themselves" in text
+    assert "--prompt &lt;b&gt;" in text
+    assert "CPU &amp; co" in text
+    assert not re.search(r"""(src|href)=|url\(|@import|<script""", text)
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")

@@ -1,28 +1,28 @@
 """The `gammaray` command against a scripted server: what it prints, and how it ends."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import gammaray
-from gammaray import (
-    DrafterKind,
-    InternalError,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-    TokenOrigin,
-    TopLogprob,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from gammaray import DrafterKind, TokenOrigin, TopLogprob, errors
 from gammaray.cli import render
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from tests.support.cli_helpers import invoke
 from tests.support.sdk_helpers import (
+    SUMMARY,
+    USAGE,
+    WAIT_S,
     ScriptedService,
     answer,
+    endless,
     last,
     piece,
     refuse,
@@ -46,17 +46,22 @@ STORY = (
 
 
 @pytest.fixture
-def story():
-    service = ScriptedService(answer(*STORY))
+def service():
+    return ScriptedService(answer(*STORY))
+
+
+@pytest.fixture
+def run(service):
+    """Run a command against the service."""
     with serve_in_thread(service) as address:
-        yield service, address
+        yield lambda *arguments, **more: invoke(*arguments, "-a", address, **more)
 
 
-def test_generate_streams_text_on_stdout_and_summary_on_stderr(story):
-    _, address = story
-    result = invoke("generate", "Hi", "-a", address)
+def test_generate_streams_text_on_stdout_and_summary_on_stderr(run):
+    result = run("generate", "Hi")
     assert result.exit_code == 0
     assert result.stdout == "one🙂 two\n"
+    assert "\x1b" not in result.stderr
     for words in (
         "6 tokens in 0.05 s: 120.0 tokens/s",
         "finished by stop, seed 9",
@@ -68,41 +73,27 @@ def test_generate_streams_text_on_stdout_and_summary_on_stderr(story):
         assert words in result.stderr
 
 
-def test_generate_writes_no_escape_sequence_of_its_own(story):
-    _, address = story
-    result = invoke("generate", "Hi", "-a", address)
-    assert "\x1b" not in result.output
+OF_THE_SUMMARY = (
+    *("cycles", "tokens_per_cycle", "alpha", "acceptance_rate", "gamma_mean", "drafted_tokens"),
+    *("accepted_tokens", "speedup_estimate"),
+)
 
 
-def test_generate_json_is_one_object(story):
-    _, address = story
-    result = invoke("generate", "Hi", "-a", address, "--json")
+def test_generate_json_is_one_object(run):
+    result = run("generate", "Hi", "--json")
     assert result.stderr == ""
     assert json.loads(result.stdout) == {
         "text": "one🙂 two",
         "finish_reason": "stop",
         "seed": 9,
-        "usage": {
-            "prompt_tokens": 4,
-            "completion_tokens": 6,
-            "accepted_prediction_tokens": 3,
-            "rejected_prediction_tokens": 1,
-            "cached_tokens": 2,
-        },
+        "usage": asdict(USAGE),
         "gammaray": {
             "session_id": "s1",
-            "cycles": 3,
-            "tokens_per_cycle": 2.0,
-            "alpha": 0.75,
-            "acceptance_rate": 0.5,
+            **{name: getattr(SUMMARY, name) for name in OF_THE_SUMMARY},
             "accepted_lengths": [1, 1, 1],
-            "gamma_mean": 2.5,
-            "drafted_tokens": 6,
-            "accepted_tokens": 3,
             "origins": ["accepted", "correction", "bonus", "accepted"],
             "token_ids": [1, 2, 3, 4],
             "time_ms": {"draft": 10.0, "verify": 30.0, "other": 10.0, "total": 50.0},
-            "speedup_estimate": 1.5,
             "cycles_by_drafter": dict.fromkeys(
                 ("model", "head", "suffix", "prediction", "grammar", "none"), 0
             ),
@@ -125,11 +116,10 @@ def test_generate_json_logprobs_come_when_asked_for():
     ]
 
 
-def test_generate_options_reach_the_server(story):
-    service, address = story
+def test_generate_options_reach_the_server(run, service):
     arguments = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --seed 3 --gamma 4"
     more = "--verification rejection --drafter none --session-id mine --ignore-eos --presence-penalty -1"
-    result = invoke("generate", "Hi", "-a", address, *arguments.split(), *more.split(), "--stop", "a b")
+    result = run("generate", "Hi", *arguments.split(), *more.split(), "--stop", "a b")
     assert result.exit_code == 0, result.output
     request, sampling = service.requests[0], service.requests[0].sampling
     assert (request.text, request.max_tokens, list(request.stop)) == ("Hi", 5, ["a b"])
@@ -139,32 +129,28 @@ def test_generate_options_reach_the_server(story):
     assert (request.session_id, request.ignore_eos) == ("mine", True)
 
 
-def test_generate_defaults_let_the_server_choose(story):
-    service, address = story
-    invoke("generate", "Hi", "-a", address)
+def test_generate_defaults_let_the_server_choose(run, service):
+    run("generate", "Hi")
     request = service.requests[0]
     assert request.gamma.adaptive
     assert not request.sampling.HasField("seed")
     assert request.max_tokens == 128
 
 
-def test_generate_prediction_is_the_text_of_a_file(story, tmp_path):
-    service, address = story
+def test_generate_prediction_is_the_text_of_a_file(run, service, tmp_path):
     file = tmp_path / "expected.txt"
     file.write_text("caf\u00e9\n", encoding="utf-8")
-    result = invoke("generate", "Hi", "-a", address, "--prediction", str(file))
+    result = run("generate", "Hi", "--prediction", str(file))
     assert result.exit_code == 0, result.output
-    assert service.requests[0].prediction.text == "caf\u00e9\n"
     file.write_bytes(b"x\xff")
-    result = invoke("generate", "Hi", "-a", address, "--prediction", str(file))
+    result = run("generate", "Hi", "--prediction", str(file))
     assert result.exit_code != 0
     assert "prediction" in result.output
     assert "offset 1" in result.output
-    assert len(service.requests) == 1
+    assert [request.prediction.text for request in service.requests] == ["caf\u00e9\n"]
 
 
-def test_generate_forms_reach_the_server_as_grammars(story, tmp_path):
-    service, address = story
+def test_generate_forms_reach_the_server_as_grammars(run, service, tmp_path):
     schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text('{"type": "string", "const": "caf\u00e9"}', encoding="utf-8")
     lark.write_text('start: "\u00e9"\n', encoding="utf-8")
@@ -172,7 +158,7 @@ def test_generate_forms_reach_the_server_as_grammars(story, tmp_path):
         *(["--json-schema", schema], ["--regex", "[a,b]+"], ["--choice", "a,b", "--choice", "c"]),
         *(["--grammar", lark], []),
     ):
-        result = invoke("generate", "Hi", "-a", address, *options)
+        result = run("generate", "Hi", *options)
         assert result.exit_code == 0, result.output
     assert [request.sampling.grammar for request in service.requests] == [
         json_schema_grammar({"type": "string", "const": "caf\u00e9"}),
@@ -218,37 +204,29 @@ def test_generate_checks_a_form_before_it_is_sent(tmp_path):
         assert words in result.stderr
 
 
-def test_generate_dash_reads_stdin(story):
-    service, address = story
-    invoke("generate", "-", "-a", address, input="from\nstdin 🙂".encode())
+def test_generate_dash_reads_stdin(run, service):
+    run("generate", "-", input="from\nstdin 🙂".encode())
     assert service.requests[0].text == "from\nstdin 🙂"
 
 
-def test_address_and_key_come_from_the_environment(story):
-    service, address = story
-    result = invoke("status", env={"GAMMARAY_ADDRESS": address, "GAMMARAY_API_KEY": "secret"})
+def test_address_and_key_come_from_the_environment():
+    service = ScriptedService()
+    with serve_in_thread(service) as address:
+        result = invoke("status", env={"GAMMARAY_ADDRESS": address, "GAMMARAY_API_KEY": "secret"})
     assert result.exit_code == 0
     assert service.metadata[0]["authorization"] == "Bearer secret"
 
 
-def test_generate_writes_the_exact_text_where_there_is_no_terminal():
-    evil = last("a\x1b[2Jb", token("a\x1b[2Jb"))
-    with serve_in_thread(ScriptedService(answer(evil))) as address:
-        result = invoke("generate", "Hi", "-a", address)
-    assert result.stdout == "a\x1b[2Jb\n"
+def test_control_characters_reach_pipes_but_never_a_terminal(monkeypatch):
+    with serve_in_thread(ScriptedService(answer(last("a\x1b[2Jb\tc")))) as address:
+        piped = invoke("generate", "Hi", "-a", address)
+        monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+        shown = invoke("generate", "Hi", "-a", address)
+    assert (piped.stdout, shown.stdout) == ("a\x1b[2Jb\tc\n", "a\u241b[2Jb\tc\n")
 
 
-def test_control_characters_never_reach_a_terminal(monkeypatch):
-    monkeypatch.setattr(render, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
-    evil = last("a\x1b[2Jb\tc", token("a\x1b[2Jb\tc"))
-    with serve_in_thread(ScriptedService(answer(evil))) as address:
-        result = invoke("generate", "Hi", "-a", address)
-    assert result.stdout == "a\u241b[2Jb\tc\n"
-
-
-def test_status_json_has_the_documented_shape(story):
-    _, address = story
-    result = invoke("status", "--json", "-a", address)
+def test_status_json_has_the_documented_shape(run):
+    result = run("status", "--json")
     assert result.exit_code == 0
     first, *others = json.loads(result.stdout)["processes"]
     assert first == {
@@ -274,9 +252,8 @@ def test_status_json_has_the_documented_shape(story):
     assert json.loads(result.stdout).keys() == {"processes"}
 
 
-def test_status_table_lists_every_process(story):
-    _, address = story
-    lines = invoke("status", "-a", address).stdout.splitlines()
+def test_status_table_lists_every_process(run):
+    lines = run('status').stdout.splitlines()
     names = "ROLE PID ADDRESS MODEL HEALTHY SESSIONS METRICS KERNEL VERSION CLOCK"
     assert lines[0].split() == names.split()
     assert lines[1].split()[:8] == ["orchestrator", "11", "127.0.0.1:1", "demo", "yes", "2", "-", "-"]
@@ -293,12 +270,10 @@ def test_status_table_lists_every_process(story):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (InvalidArgumentError("prompt", "9999 tokens", "at most 512"), 2),
-        (UnavailableError("no target worker"), 3),
-        (ResourceExhaustedError("too many requests in flight"), 1),
-        (NotFoundError("no model named x"), 1),
-        (UnauthenticatedError("no valid API key"), 1),
-        (InternalError("internal error (KeyError)"), 1),
+        (errors.InvalidArgumentError("prompt", "9999 tokens", "at most 512"), 2),
+        (errors.UnavailableError("no target worker"), 3),
+        (errors.NotFoundError("no model named x"), 1),
+        (errors.InternalError("internal error (KeyError)"), 1),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
@@ -326,3 +301,32 @@ def test_invalid_utf8_on_stdin_is_exit_code_2():
 
 def test_version_is_printed():
     assert invoke("--version").stdout == f"gammaray, version {gammaray.__version__}\n"
+
+
+ROOT = Path(gammaray.__file__).parents[1]
+
+
+@pytest.mark.parametrize(("is_interrupted", "code"), [(True, 130), (False, 1)], ids=["interrupt", "pipe"])
+def test_interrupt_and_closed_pipe_cancel_on_the_server_and_end_quietly(is_interrupted, code):
+    service = ScriptedService(endless)
+    with serve_in_thread(service) as address:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gammaray", "generate", "Hi", "-a", address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        try:
+            assert process.stdout.read(3) == b"xxx"
+            if is_interrupted:
+                process.send_signal(signal.SIGINT)
+                _, stderr = process.communicate(timeout=WAIT_S)
+            else:
+                process.stdout.close()
+                process.wait(WAIT_S)
+                stderr = process.stderr.read()
+        finally:
+            process.kill()
+        assert service.cancelled.wait(WAIT_S)
+    assert process.returncode == code
+    assert b"Traceback" not in stderr

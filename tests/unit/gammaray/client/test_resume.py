@@ -5,21 +5,8 @@ import asyncio
 import grpc
 import pytest
 
-from gammaray import AsyncClient, GenerationRequest, RetryPolicy
+from gammaray import AsyncClient, GenerationRequest, RetryPolicy, errors
 from gammaray.client.transport import Transport
-from gammaray.errors import (
-    CancelledError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    GammarayError,
-    InternalError,
-    InvalidArgumentError,
-    ModelChangedError,
-    NotFoundError,
-    ResourceExhaustedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
 from tests.support.sdk_helpers import (
     FAST_RETRY,
     NO_RETRY,
@@ -33,8 +20,9 @@ from tests.support.sdk_helpers import (
 )
 
 WORDS = ["one ", "two ", "three ", "four ", "five"]
-PASSING = [UnavailableError("gone"), CancelledError("replica died"), InternalError("actor died")]
-HASTY = RetryPolicy(max_attempts=4, initial_delay_s=0.01, max_delay_s=0.02, resume_s=0.3)
+GONE, BUG = errors.UnavailableError("gone"), errors.InternalError("bug")
+FULL, LATE = errors.ResourceExhaustedError("full", 0.01), errors.DeadlineExceededError("late")
+PASSING = [GONE, errors.CancelledError("replica died"), BUG]
 
 
 def breaking(*breaks):
@@ -53,7 +41,12 @@ def pieces_of(chunks):
     return [chunk.text for chunk in chunks]
 
 
-@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+async def complete(service, retry=FAST_RETRY, **options):
+    async with serve(service) as address, AsyncClient(address, retry=retry) as client:
+        return (await client.complete("Hi", **options)).text
+
+
+@pytest.mark.parametrize("error", [*PASSING, FULL, LATE], ids=lambda error: type(error).__name__)
 async def test_resume_continues_after_the_last_token(error):
     service = ScriptedService(breaking((2, error), (2, error), (4, error)))
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
@@ -67,28 +60,34 @@ async def test_resume_continues_after_the_last_token(error):
 
 
 async def test_completion_that_is_not_stored_is_repeated_until_its_first_token_and_never_resumed():
-    service = ScriptedService(breaking((0, UnavailableError("gone")), (2, UnavailableError("gone"))))
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        with pytest.raises(UnavailableError, match="broke after 2 tokens; it is not stored"):
-            await client.complete("Hi", store=False)
+    service = ScriptedService(breaking((0, GONE), (2, GONE)))
+    with pytest.raises(errors.UnavailableError, match="broke after 2 tokens; it is not stored"):
+        await complete(service, store=False)
     assert len(service.requests) == 2
     for request in service.requests:
         assert (request.store, request.session_id, request.HasField("resume_from")) == (False, "", False)
 
 
-@pytest.mark.parametrize("after", [0, 2])
-async def test_resume_retries_a_stream_without_a_final_status(after):
-    """As of a proxy that ends a stream as if all were well."""
+class Cut(ScriptedService):
+    """Ends its first stream after some tokens as a proxy does: as if all were well, or without a status."""
 
-    async def behaviour(request, attempt):
-        words = list(enumerate(WORDS))[request.resume_from :]
-        for number, word in words if attempt else words[:after]:
-            yield last(word) if number == len(WORDS) - 1 else piece(word)
+    def __init__(self, after, status=None):
+        super().__init__(breaking())
+        self._after, self._proxy_status = after, status
 
-    service = ScriptedService(behaviour)
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        chunks = [chunk async for chunk in client.generate("Hi")]
-    assert pieces_of(chunks) == WORDS
+    async def Generate(self, request, context):
+        async for message in super().Generate(request, context):
+            if len(self.requests) == 1 and message.offset == self._after:
+                if self._proxy_status is not None:
+                    await context.abort(self._proxy_status, "Stream removed")
+                return
+            yield message
+
+
+@pytest.mark.parametrize(("after", "status"), [(0, None), (2, None), (2, grpc.StatusCode.UNKNOWN)])
+async def test_resume_retries_a_stream_without_a_final_status(after, status):
+    service = Cut(after, status)
+    assert await complete(service) == "".join(WORDS)
     assert [request.resume_from for request in service.requests] == [0, after]
 
 
@@ -96,30 +95,16 @@ async def test_resume_counts_tokens_and_not_pieces():
     async def behaviour(request, attempt):
         if attempt == 0:
             yield piece("ab", token("a"), token("b"), token("c"))
-            raise UnavailableError("gone")
+            raise GONE
         yield last("cd")
 
     service = ScriptedService(behaviour)
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        assert (await client.complete("Hi")).text == "abcd"
+    assert await complete(service) == "abcd"
     assert service.requests[1].resume_from == 3
 
 
-@pytest.mark.parametrize(
-    "error", [ResourceExhaustedError("full", 0.01), DeadlineExceededError("late worker")], ids=str
-)
-async def test_resume_waits_for_a_server_that_is_full(error):
-    service = ScriptedService(breaking((2, UnavailableError("gone")), (2, error)))
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        assert (await client.complete("Hi")).text == "".join(WORDS)
-
-
 @pytest.mark.parametrize("start", [0, 2])
-@pytest.mark.parametrize(
-    "error",
-    [InternalError("bug"), ResourceExhaustedError("full", 0.01), DeadlineExceededError("late")],
-    ids=str,
-)
+@pytest.mark.parametrize("error", [BUG, FULL, LATE], ids=str)
 async def test_new_process_that_resumes_waits_as_the_first_one_would(error, start):
     service = ScriptedService(breaking((start, error)))
     request = GenerationRequest("Hi", session_id="s", resume_from=start)
@@ -127,21 +112,19 @@ async def test_new_process_that_resumes_waits_as_the_first_one_would(error, star
         assert pieces_of([chunk async for chunk in client.generate(request)]) == WORDS[start:]
 
 
-GONE, BUG = UnavailableError("gone"), InternalError("bug")
-FULL, LATE = ResourceExhaustedError("full"), DeadlineExceededError("late")
 FINAL = [
-    InvalidArgumentError("prompt", "x", "y"),
-    NotFoundError("expired"),
-    UnauthenticatedError("no valid API key"),
-    FailedPreconditionError("another owner"),
-    ModelChangedError("s", "a", ["b"]),
+    errors.InvalidArgumentError("prompt", "x", "y"),
+    errors.NotFoundError("expired"),
+    errors.UnauthenticatedError("no key"),
+    errors.FailedPreconditionError("another owner"),
+    errors.ModelChangedError("s", "a", ["b"]),
 ]
 MOST = FAST_RETRY.max_attempts
 ENDS = {
     **{f"{type(error).__name__} at once": (refuse(error), error, 1) for error in (*FINAL, BUG, FULL, LATE)},
     **{f"{type(error).__name__} later": (breaking((2, GONE), (2, error)), error, 2) for error in FINAL},
     "gone from the start": (refuse(GONE), GONE, MOST),
-    "no final status": (answer(), InternalError("finish reason"), MOST),
+    "no final status": (answer(), errors.InternalError("finish reason"), MOST),
     "internal later": (breaking(*[(2, BUG)] * 1000), BUG, MOST),
 }
 
@@ -149,48 +132,37 @@ ENDS = {
 @pytest.mark.parametrize(("behaviour", "error", "num_requests"), ENDS.values(), ids=ENDS)
 async def test_retries_end_with_the_error(behaviour, error, num_requests):
     service = ScriptedService(behaviour)
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        with pytest.raises(type(error), match=str(error)):
-            await client.complete("Hi")
+    with pytest.raises(type(error), match=str(error)):
+        await complete(service)
     assert len(service.requests) == num_requests
 
 
 @pytest.mark.parametrize(
-    ("error", "options", "retry"),
-    [(FINAL[0], {"store": False}, FAST_RETRY), (GONE, {}, NO_RETRY)],
-    ids=["not stored", "without retries"],
+    ("error", "options"), [(FINAL[0], {"store": False}), (GONE, {"retry": NO_RETRY})], ids=str
 )
-async def test_broken_completion_ends_with_the_error_of_its_request(error, options, retry):
+async def test_broken_completion_ends_with_the_error_of_its_request(error, options):
     service = ScriptedService(breaking((2, error)))
-    async with serve(service) as address, AsyncClient(address, retry=retry) as client:
-        with pytest.raises(type(error), match=str(error)):
-            await client.complete("Hi", **options)
+    with pytest.raises(type(error), match=str(error)):
+        await complete(service, **options)
     assert len(service.requests) == 1
 
 
 async def test_resume_gives_up_without_progress():
-    service = ScriptedService(breaking(*[(2, UnavailableError("gone"))] * 1000))
-    async with serve(service) as address, AsyncClient(address, retry=HASTY) as client:
-        with pytest.raises(UnavailableError, match="gone"):
-            await client.complete("Hi")
+    hasty = RetryPolicy(max_attempts=4, initial_delay_s=0.01, max_delay_s=0.02, resume_s=0.3)
+    service = ScriptedService(breaking(*[(2, GONE)] * 1000))
+    with pytest.raises(errors.UnavailableError, match="gone"):
+        await complete(service, hasty)
     assert 4 < len(service.requests) < 100
 
 
 async def test_resume_client_of_a_known_cluster_waits_for_it():
     """A new completion, of a client that knows its cluster, rides out more than `max_attempts` refusals."""
-    down = {"left": 0}
-
-    async def behaviour(request, attempt):
-        if down["left"]:
-            down["left"] -= 1
-            raise UnavailableError("restarting")
-        yield last("done")
-
     policy = RetryPolicy(max_attempts=2, initial_delay_s=0.01, max_delay_s=0.01, resume_s=5)
-    async with serve(ScriptedService(behaviour)) as address, AsyncClient(address, retry=policy) as client:
-        await client.complete("Hi")
-        down["left"] = 6
-        assert (await client.complete("Hi")).text == "done"
+    down = [(5, GONE), *[(0, GONE)] * 6]  # the first completion passes
+    async with serve(ScriptedService(breaking(*down))) as address:
+        async with AsyncClient(address, retry=policy) as client:
+            for _ in range(2):
+                assert (await client.complete("Hi")).text == "".join(WORDS)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -201,29 +173,24 @@ async def test_resume_server_at_another_place_is_refused(shift):
                 message.offset = message.offset + shift if request.resume_from else message.offset
                 yield message
 
-    service = Shifted(breaking((2, UnavailableError("gone"))))
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        with pytest.raises(InternalError, match="continued at token"):
-            await client.complete("Hi")
+    with pytest.raises(errors.InternalError, match="continued at token"):
+        await complete(Shifted(breaking((2, GONE))))
 
 
 async def test_resume_retries_a_broken_stream_immediately():
     """The policy's delays are for a cluster that cannot be reached; here another replica is there."""
     slow = RetryPolicy(initial_delay_s=600.0, max_delay_s=600.0, resume_s=3600.0)
-    service = ScriptedService(breaking((2, UnavailableError("gone"))))
-    async with serve(service) as address, AsyncClient(address, retry=slow) as client:
-        completion = await asyncio.wait_for(client.complete("Hi"), 60)
-    assert completion.text == "".join(WORDS)
-    assert [request.resume_from for request in service.requests] == [0, 2]
+    text = await asyncio.wait_for(complete(ScriptedService(breaking((2, GONE))), slow), 60)
+    assert text == "".join(WORDS)
 
 
 async def test_resume_by_hand_names_session_turn_and_offset():
     service = ScriptedService(breaking())
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
         chunks = [chunk async for chunk in client.resume("mine", turn=2, offset=3)]
-        with pytest.raises(InvalidArgumentError, match="session_id"):
+        with pytest.raises(errors.InvalidArgumentError, match="session_id"):
             client.resume("")
-        with pytest.raises(InvalidArgumentError, match="resume_from"):
+        with pytest.raises(errors.InvalidArgumentError, match="resume_from"):
             client.resume("mine", offset=-1)
     assert pieces_of(chunks) == WORDS[3:]
     (request,) = service.requests
@@ -232,7 +199,7 @@ async def test_resume_by_hand_names_session_turn_and_offset():
     assert request.text == ""
 
 
-async def test_resume_retries_not_found_from_a_proxy_but_not_from_the_server():
+async def test_resume_retries_not_found_from_a_proxy():
     class Restarting(ScriptedService):
         num_refused = 0
 
@@ -243,40 +210,9 @@ async def test_resume_retries_not_found_from_a_proxy_but_not_from_the_server():
             async for message in super().Generate(request, context):
                 yield message
 
-    service = Restarting(breaking((2, UnavailableError("gone"))))
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        assert (await client.complete("Hi")).text == "".join(WORDS)
-        assert service.num_refused == 3
-    async with serve(ScriptedService(refuse(NotFoundError("no model")))) as address:
-        async with AsyncClient(address, retry=FAST_RETRY) as client:
-            with pytest.raises(GammarayError, match="no model"):
-                await client.complete("Hi")
-
-
-async def test_resume_stream_that_a_proxy_closed_without_a_status_goes_on():
-    class Cut(ScriptedService):
-        async def Generate(self, request, context):
-            async for message in super().Generate(request, context):
-                yield message
-                if message.offset == 1:
-                    await context.abort(grpc.StatusCode.UNKNOWN, "Stream removed")
-
-    service = Cut(breaking())
-    async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
-        assert (await client.complete("Hi")).text == "".join(WORDS)
-    assert [request.resume_from for request in service.requests] == [0, 2]
-
-
-async def test_resume_closed_client_gives_up_at_once():
-    service = ScriptedService(answer(piece("first")))
-    async with serve(service) as address:
-        client = AsyncClient(address, retry=FAST_RETRY)
-        stream = client.generate("Hi")
-        await anext(stream)
-        await client.close()
-        with pytest.raises((CancelledError, InternalError)):
-            await anext(stream)
-    assert len(service.requests) == 1
+    service = Restarting(breaking((2, GONE)))
+    assert await complete(service) == "".join(WORDS)
+    assert service.num_refused == 3
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
@@ -302,8 +238,8 @@ async def test_cancellation_reported_as_a_failure_by_grpc_ends_the_call(monkeypa
         task.cancel()
         done, _ = await asyncio.wait([task], timeout=10)
         assert done
-        if method == "status" and isinstance(error, InternalError):  # never tried again in any case
-            assert isinstance(task.exception(), InternalError)
+        if method == "status" and isinstance(error, errors.InternalError):  # never tried again in any case
+            assert isinstance(task.exception(), errors.InternalError)
         else:
             assert task.cancelled()
     assert len(attempts) == 1

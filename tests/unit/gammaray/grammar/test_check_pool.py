@@ -43,6 +43,18 @@ def make_pool():
         pool.close()
 
 
+@pytest.fixture(autouse=True)
+def limits(monkeypatch):
+    """Return a function that sets limits of a check; they are large unless a test sets them."""
+
+    def limit(**limits):
+        for name, value in limits.items():
+            monkeypatch.setattr(check_pool, name, value)
+
+    limit(MAX_CPU_S=100.0, MAX_DURATION_S=100.0)
+    return limit
+
+
 def children() -> list[psutil.Process]:
     processes = psutil.Process().children()
     return [one for one in processes if "gammaray.grammar.check_process" in one.cmdline()]
@@ -60,9 +72,7 @@ def test_grammars_are_checked(make_pool):
     pool.check('start: "a"')
     for grammar, match in (
         ("start: A\nA: /a/ & /b/", "the operator &"),
-        ('start[temperature=1]: "a"', "the attribute temperature"),
         ("start: /a", "lexer error"),
-        ("start: A\nA: /a(?=b)/", "look-around"),
         ('start: "\ud800"', "surrogate"),
     ):
         with pytest.raises(InvalidArgumentError, match=rf"^grammar: .*{match}"):
@@ -78,9 +88,8 @@ def test_grammars_are_checked(make_pool):
         '{"$ref": "#/x", "x": {"type": ["string", "integer"], "multipleOf": 2147483647}}',
     ],
 )
-def test_grammar_that_does_not_end_compiling_is_refused_and_others_go_on(make_pool, monkeypatch, schema):
-    monkeypatch.setattr(check_pool, "MAX_CPU_S", 0.4)
-    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 100.0)
+def test_grammar_that_does_not_end_compiling_is_refused_and_others_go_on(make_pool, limits, schema):
+    limits(MAX_CPU_S=0.4)
     pool = make_pool()
     pool.check('start: "a"')
     checks = [GrammarCheck(text) for text in (f"start: %json {schema}", 'start: "b"', 'start: "c"')]
@@ -90,31 +99,27 @@ def test_grammar_that_does_not_end_compiling_is_refused_and_others_go_on(make_po
     assert all(result.result() < 0.4 for result in results[1:])
 
 
-def test_grammar_beyond_the_memory_is_refused_and_others_go_on(make_pool, monkeypatch):
-    monkeypatch.setattr(check_pool, "MAX_CPU_S", 100.0)
-    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 100.0)
-    monkeypatch.setattr(check_pool, "MAX_MEMORY_BYTES", 2**25)
+def test_grammar_beyond_the_memory_is_refused_and_others_go_on(make_pool, limits):
+    limits(MAX_MEMORY_BYTES=2**25)
     pool = make_pool()
     with pytest.raises(InvalidArgumentError, match="with 32 MiB of memory"):
         pool.check(ENDLESS)
     pool.check('start: "a"')
 
 
-def test_duration_is_bounded_where_the_cpu_time_is_not(make_pool, monkeypatch):
-    monkeypatch.setattr(check_pool, "MAX_CPU_S", 100.0)
+def test_duration_is_bounded_where_the_cpu_time_is_not(make_pool, limits):
     pool = make_pool()
     pool.check('start: "a"')
-    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 0.2)
+    limits(MAX_DURATION_S=0.2)
     with pytest.raises(check_pool.ResourceExhaustedError, match=r"more than 0\.2 s"):
         pool.check(ENDLESS)
-    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 100.0)
+    limits(MAX_DURATION_S=100.0)
     pool.check('start: "b"')
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_grammar_is_checked_again_after_its_process_was_killed(make_pool, monkeypatch, is_busy):
-    monkeypatch.setattr(check_pool, "MAX_CPU_S", 0.5)
-    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 100.0)
+def test_grammar_is_checked_again_after_its_process_was_killed(make_pool, limits, is_busy):
+    limits(MAX_CPU_S=0.5)
     pool = make_pool()
     pool.check('start: "a"')
     (first,) = children()
@@ -139,9 +144,7 @@ def test_check_is_refused_while_no_process_can_start(make_pool):
         pool.check('start: "b"')  # by the process that there is
 
 
-def test_cancelled_check_ends_its_process(make_pool, monkeypatch):
-    monkeypatch.setattr(check_pool, "MAX_CPU_S", 100.0)
-    monkeypatch.setattr(check_pool, "MAX_DURATION_S", 100.0)
+def test_cancelled_check_ends_its_process(make_pool):
     pool = make_pool()
     pool.check('start: "a"')
     (first,) = children()

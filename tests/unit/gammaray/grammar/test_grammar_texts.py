@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
@@ -22,14 +22,7 @@ from tokenizers import Tokenizer
 
 from gammaray import InvalidArgumentError
 from gammaray.demo_pair import resolve_model
-from gammaray.grammar.texts import (
-    JSON_OBJECT,
-    MAX_DEPTH,
-    choice_grammar,
-    json_schema_grammar,
-    literal,
-    regex_grammar,
-)
+from gammaray.grammar.texts import JSON_OBJECT, MAX_DEPTH, choice_grammar, json_schema_grammar, regex_grammar
 from tests.support.schema_helpers import TEXTS, closed, variations, with_values
 
 
@@ -162,6 +155,13 @@ def test_restriction_that_cannot_be_followed_is_refused_by_name(subtests):
             assert keyword.removeprefix("min").removeprefix("max") in refusal(json_schema_grammar(schema))
 
 
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 KINDS = [
     {
         "type": "object",
@@ -198,6 +198,17 @@ FOLLOWED = {
         *(JSON_OBJECT, ['{"a": [1, {}]}']),
         ['{"a":[1, {}]}', '{"a": [1,{}]}', '{ "a": [1, {}]}', '{"a": [1, {}]}\n'],
     ),
+    "the largest integers are exact": (
+        {"type": "integer", "maximum": 2**63 - 1},
+        [str(2**52)],
+        [str(2**53 + 1)],
+    ),
+    "so are the least ones": ({"type": "integer", "minimum": -(2**63)}, [str(-(2**52))], [str(-(2**53) - 1)]),
+    "strings have the escapes that they need": (
+        *({"type": "string"}, ['"é"', '"\\n"']),
+        ['"\\u00e9"', '"\\ud83d"', '"\t"'],
+    ),
+    "the deepest schema": (nested(MAX_DEPTH), ["[" * MAX_DEPTH + '""' + "]" * MAX_DEPTH], []),
     "dates": ({"type": "string", "format": "date"}, ['"2026-02-28"'], ['"soon"']),
     "addresses": ({"type": "string", "format": "ipv4"}, ['"1.2.3.4"'], ['"1.2"']),
     "multiples of ten thousand": ({"type": "number", "multipleOf": 10_000}, ["20000"], ["15000"]),
@@ -221,7 +232,8 @@ ANYTHING = [
     *({"propertyNames": names} for names in (True, {}, {"type": "string"})),
     *({"minProperties": 0}, {"unevaluatedProperties": {}}, {"minLength": 0}),
     *({"minimum": -(2**63), "maximum": 2**63 - 1}, {"maximum": 2**64 - 1}),
-    *({"format": "password"}, {"default": 1, "examples": [1], "deprecated": True, "$comment": "c"}),
+    *({"format": kind} for kind in ("password", "", None, ["date"], {})),
+    {"default": 1, "examples": [1], "deprecated": True, "$comment": "c"},
     {"readOnly": True, "writeOnly": True, "contentEncoding": "base64", "contentSchema": {"not": {}}},
     {"discriminator": {"propertyName": "a"}, "nullable": True, "x-own": 1},
 ]
@@ -231,19 +243,6 @@ def test_keywords_that_restrict_nothing_are_accepted(subtests):
     for schema in ANYTHING:
         with subtests.test(str(schema)[:80]):
             assert follows(json_schema_grammar(schema), "1", "-12") == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("bound", "good", "bad"),
-    [
-        ({"maximum": 2**63 - 1}, 2**52, 2**53 + 1),
-        ({"minimum": -(2**63)}, -(2**52), -(2**53) - 1),
-    ],
-    ids=str,
-)
-def test_large_bounds_are_tightened_to_exact_ones(bound, good, bad):
-    grammar = json_schema_grammar({"type": "integer", **bound})
-    assert follows(grammar, str(good), str(bad)) == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -261,13 +260,6 @@ def test_large_bounds_are_tightened_to_exact_ones(bound, good, bad):
 )
 def test_schema_without_a_text_or_support_is_refused(schema, reason):
     assert reason in refusal(json_schema_grammar(schema))
-
-
-def nested(depth):
-    schema = {"type": "string"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema}
-    return schema
 
 
 CIRCLE: dict = {"type": "object"}
@@ -293,10 +285,6 @@ def test_value_that_is_no_schema_is_named(subtests):
                 json_schema_grammar(schema, "mine")
             assert caught.value.field.split(".")[0] == "mine"
             assert caught.value.allowed
-
-
-def test_deepest_schema_is_accepted():
-    assert follows(json_schema_grammar(nested(MAX_DEPTH)), "[" * MAX_DEPTH + '""' + "]" * MAX_DEPTH) == [True]
 
 
 OPEN = [
@@ -325,17 +313,6 @@ def test_objects_that_list_their_properties_have_no_others(subtests):
             )
 
 
-def test_strings_have_the_escapes_that_they_need():
-    texts = ('"é"', '"\\n"', '"\\u00e9"', '"\\ud83d"', '"\t"')
-    assert follows(json_schema_grammar({"type": "string"}), *texts) == [True, True, False, False, False]
-
-
-@pytest.mark.parametrize("kind", ["binary", "password", "", None, ["date"], {}])
-def test_unknown_formats_are_ignored(kind):
-    schema = {"type": "object", "properties": {"format": {"type": "string", "format": kind}}}
-    assert follows(json_schema_grammar(schema), '{"format": "x"}') == [True]
-
-
 class Colour(Enum):
     RED = "red"
     BLUE = "blue"
@@ -356,25 +333,19 @@ class Picture(BaseModel):
     name: str = Field(description="Its name.", examples=["a"], max_length=20)
     drawn: datetime.date
     shapes: list[Annotated[Point | Circle, Field(discriminator="kind")]]
-    sizes: tuple[int, float]
-    more: dict[str, int]
+    sizes: dict[str, tuple[int, float]]
     inner: Picture | None = None
-    file: Path | None = None
 
 
 def test_pydantic_schemas_have_the_texts_of_their_models():
     point = Point(kind="point", x=3)
     shapes = [point, Circle(kind="circle", around=point, colour=Colour.RED)]
-    fields = {"name": "n", "drawn": "2026-01-02", "sizes": (1, 0.5), "more": {"k": 1}}
-    picture = Picture(shapes=shapes, inner=Picture(shapes=[], **fields), file="/x", **fields)
+    fields = {"name": "n", "drawn": "2026-01-02", "sizes": {"k": (1, 0.5)}}
+    picture = Picture(shapes=shapes, inner=Picture(shapes=[], **fields), **fields)
     text = json.dumps(json.loads(picture.model_dump_json()))
     wrong = text.replace('"red"', '"green"'), text.replace('"point"', '"circle"'), text.replace("3", "-3")
-    assert follows(json_schema_grammar(Picture.model_json_schema()), text, *wrong) == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    followed = follows(json_schema_grammar(Picture.model_json_schema()), text, *wrong)
+    assert followed == [True, False, False, False]
 
 
 # Regular expressions
@@ -387,7 +358,6 @@ def test_regex_grammar_matches_whole_texts(subtests):
         (r"\\/", "\\/", "/"),
         (r"\\", "\\", ""),
         ("//x", "//x", ""),
-        ("/", "/", ""),
         ("[/]+", "//", "x"),
         ("a\nb", "a\nb", "anb"),
         ("a\\\nb", "a\nb", "a\\nb"),
@@ -439,14 +409,16 @@ def test_unsupported_regex_is_refused_with_its_reason(pattern, reason):
 
 @pytest.mark.parametrize("pattern", ["", None, 5, ["a"], "a\\", "a\\\\\\", "\ud800"])
 def test_value_that_is_no_regex_is_named(pattern):
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(InvalidArgumentError, match=r"^mine: got"):
         regex_grammar(pattern, "mine")
-    assert caught.value.field == "mine"
 
 
 # Choices and literals
 
 
+@example(
+    ['"', "\\", "\n", "\x00", "\x7f", "\u2028", "😀", "<[1]>", "//", "|", '" | "b', "%json {}", "é"], "b"
+)
 @given(st.lists(TEXTS.filter(bool), min_size=1, max_size=5), TEXTS)
 def test_choice_grammar_has_exactly_the_choices(choices, other):
     grammar = choice_grammar(choices)
@@ -454,17 +426,9 @@ def test_choice_grammar_has_exactly_the_choices(choices, other):
     assert follows(grammar, other, "".join(choices) + "!") == [other in choices, False]
 
 
-def test_literal_is_the_text(subtests):
-    texts = ['"', "\\", "\n", "\x00", "\x7f", "\u2028", "😀", "<[1]>", "//", "|", '" | "b', "%json {}", "é"]
-    for text in texts:
-        with subtests.test(text):
-            assert follows(f"start: {literal(text)} {literal(text)}", text + text, text) == [True, False]
-
-
 @pytest.mark.parametrize(
     "choices", [[], "ab", None, {"a"}, [""], ["a", ""], [1], ["a", None], ["\ud800"]], ids=repr
 )
 def test_value_that_is_no_choice_is_named(choices):
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(InvalidArgumentError, match=r"^mine: got"):
         choice_grammar(choices, "mine")
-    assert caught.value.field == "mine"

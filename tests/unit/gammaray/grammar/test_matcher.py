@@ -1,4 +1,4 @@
-"""The state of a grammar: possible and forced tokens against a list of texts, and rollback against replay."""
+"""The state of a grammar: possible and forced tokens against a list of texts, rollback, and limits."""
 
 import itertools
 import json
@@ -15,14 +15,15 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
-from gammaray.grammar.matcher import GrammarCompiler, GrammarState
+from gammaray.grammar.matcher import TOO_COMPLEX, GrammarCompiler, GrammarState
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar
 from tests.support.processing_helpers import small_compiler, small_tokenizer
 
 EOS = (0, 3)
 TOKENS = ("<eos>", "a", "b", "<eot>", "ab", "ba", "c", "abc", "bab")
+AB_OR_BA = "start: /(ab|ba){1,2}c?/"
 LANGUAGES = {
-    "start: /(ab|ba){1,2}c?/": [
+    AB_OR_BA: [
         "".join(parts) + end
         for count in (1, 2)
         for parts in itertools.product(("ab", "ba"), repeat=count)
@@ -45,12 +46,6 @@ ARRAY = {"type": "array", "items": {"enum": [1, 12, True, '"', "\\1"]}, "maxItem
 
 def begin(grammar: str) -> GrammarState:
     return small_compiler(TOKENS, len(TOKENS) + 3, EOS).begin(grammar)
-
-
-@cache
-def demo() -> tuple[Tokenizer, GrammarCompiler]:
-    tokenizer = Tokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
-    return tokenizer, GrammarCompiler(tokenizer.to_str(), tokenizer.get_vocab_size(), [0])
 
 
 def ids_of(mask: bytes | None) -> list[int] | None:
@@ -175,7 +170,7 @@ def test_forced_tokens_have_no_alternative():
 
 
 def test_possible_part_of_a_draft_ends_with_an_end_of_sequence():
-    state = begin("start: /(ab|ba){1,2}c?/")
+    state = begin(AB_OR_BA)
     assert state.count_possible([4, 4, 6, 0, 1]) == 4  # a b a b c, the end; not what follows
     assert state.count_possible([4, 4, 4]) == 2
     assert state.count_possible([0]) == 0
@@ -184,41 +179,34 @@ def test_possible_part_of_a_draft_ends_with_an_end_of_sequence():
     assert len(state) == 0
 
 
-def test_token_that_does_not_follow_is_refused_and_changes_nothing():
-    state = begin("start: /(ab|ba){1,2}c?/")
+def test_every_end_of_sequence_ends_the_text():
+    for eos in EOS:
+        state = begin(AB_OR_BA)
+        state.extend([4, eos])
+        assert state.is_ended
+        assert state.masks([(), (4,)]) == [None, None]
+        assert state.forced(9) == []
+        assert state.count_possible([4]) == 0
+        state.truncate(1)
+        assert not state.is_ended
+        assert state.is_complete
+
+
+def test_id_that_is_no_token_or_does_not_follow_is_impossible_and_changes_nothing():
+    state = begin(AB_OR_BA)
     state.extend([4])
     before = state.masks([()])
+    for wrong in (-1, len(TOKENS) + 3, 2**31, 2**32, 2**70):
+        assert state.masks([(4, wrong), (wrong,), (), (wrong, 0)]) == [None, None, before[0], None]
+        assert state.count_possible([4, wrong, 6]) == 1
+        assert state.forced_after([wrong], 9) == []
+        with pytest.raises(InvalidArgumentError, match=f"^grammar: got token {wrong} at 2 of the completion"):
+            state.extend([4, wrong])
+        assert (len(state), state.masks([()])) == (1, before)
     for tokens in ([4, 4], [6, 1], [len(TOKENS) + 2]):
         with pytest.raises(InvalidArgumentError, match=r"^grammar: got token \d+ at \d+ of the completion"):
             state.extend(tokens)
-        assert len(state) == 1
-        assert state.masks([()]) == before
-
-
-@pytest.mark.parametrize("eos", EOS)
-def test_every_end_of_sequence_ends_the_text(eos):
-    state = begin("start: /(ab|ba){1,2}c?/")
-    state.extend([4, eos])
-    assert state.is_ended
-    assert state.masks([(), (4,)]) == [None, None]
-    assert state.forced(9) == []
-    assert state.count_possible([4]) == 0
-    state.truncate(1)
-    assert not state.is_ended
-    assert state.is_complete
-
-
-@pytest.mark.parametrize("wrong", [-1, len(TOKENS) + 3, 2**31, 2**32, 2**70])
-def test_id_that_is_no_token_is_impossible_and_changes_nothing(wrong):
-    state = begin("start: /(ab|ba){1,2}c?/")
-    state.extend([4])
-    before = state.masks([()])
-    assert state.masks([(4, wrong), (wrong,), (), (wrong, 0)]) == [None, None, before[0], None]
-    assert state.count_possible([4, wrong, 6]) == 1
-    assert state.forced_after([wrong], 9) == []
-    with pytest.raises(InvalidArgumentError, match=f"^grammar: got token {wrong} at 2 of the completion"):
-        state.extend([4, wrong])
-    assert (len(state), state.masks([()])) == (1, before)
+        assert (len(state), state.masks([()])) == (1, before)
 
 
 @pytest.mark.parametrize("grammar", ["start: /(?s:.)*/", 'start: %json {"type": "string"}'])
@@ -245,7 +233,6 @@ def test_wrong_grammars_are_refused_with_the_reason(subtests):
         ('start: "a', "grammar"),
         ('root ::= "a"', "grammar"),  # GBNF
         ("start: A\nA: /a(?=b)/", "look"),
-        ("start: A\nA: /a\\1/", "grammar"),
         ('start: %json {"$ref": "#/$defs/none"}', "none"),
         ('start: %json {"type": "object", "minProperties": 3, "maxProperties": 2}', "grammar"),
         ("start: <[1]>", "no tokens by number"),
@@ -285,9 +272,146 @@ def test_tokens_that_end_a_completion_are_as_those_of_a_compiler_that_has_them(e
                 assert one.count_possible([token_id]) == other.count_possible([token_id])
                 one.extend([token_id])
                 other.extend([token_id])
+    masks = [shared.begin("start: /a?/", given).masks([()]) for given in ((*ends, 10**6), ends)]
+    assert masks[0] == masks[1], "an end outside of the vocabulary is ignored"
 
 
-def test_end_token_outside_of_the_vocabulary_is_ignored():
-    compiler = small_compiler(TOKENS, len(TOKENS) + 3, EOS)
-    masks = [compiler.begin("start: /a?/", ends).masks([()]) for ends in ((0, 10**6), (0,))]
-    assert masks[0] == masks[1]
+# Its states are built as they are met, so that random text soon spends the limits of a step.
+MANY_STATES = "start: /(.*a.{8}b|.*c.{7}d)*/"
+
+
+@cache
+def demo_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
+
+
+@cache
+def demo_compiler() -> GrammarCompiler:
+    return GrammarCompiler(demo_tokenizer().to_str(), demo_tokenizer().get_vocab_size(), [0])
+
+
+def ids(text: str) -> list[int]:
+    return demo_tokenizer().encode(text, add_special_tokens=False).ids
+
+
+def letters(rng: random.Random) -> str:
+    return "".join(rng.choice("abcdefg") for _ in range(5))
+
+
+def possible(state: GrammarState) -> set[int]:
+    (mask,) = state.masks([()])
+    assert mask is not None
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
+
+
+def follow(state: GrammarState, text: str, times: int) -> None:
+    for _ in range(times):
+        state.forced(4)
+        state.extend(ids(text))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_following_without_masks_does_not_spend_the_limits_of_a_step(seed):
+    rng = random.Random(seed)
+    state = demo_compiler().begin(MANY_STATES)
+    for _ in range(1200):
+        state.forced(4)
+        state.extend(ids(letters(rng)))
+
+
+def test_a_completion_beyond_its_limits_does_not_end_another_one():
+    rng = random.Random(0)
+    others = [demo_compiler().begin(MANY_STATES) for _ in range(2)]
+    for other in others:
+        follow(other, "bad", 3)
+    beyond = demo_compiler().begin(MANY_STATES)
+    before = possible(beyond)
+    path = ids("".join(letters(rng) for _ in range(5000)))
+    assert beyond.masks([path]) == [TOO_COMPLEX]
+    assert possible(beyond) == before
+    for other in [*others, demo_compiler().begin(MANY_STATES)]:
+        follow(other, "cab", 3)
+        assert possible(other)
+
+
+def test_ambiguity_ends_in_an_error_instead_of_ever_slower_steps():
+    state = demo_compiler().begin('start: a\na: "x" | a a | ""')
+    with pytest.raises(InvalidArgumentError, match=r"^grammar: .*items"):
+        follow(state, "x", 1000)
+    assert len(state) > 10
+
+
+@pytest.mark.slow
+def test_a_proposal_beyond_the_limits_leaves_the_completion_as_it_is():
+    state = demo_compiler().begin('start: a\na: "x" | a a')
+    (x,) = ids("x")
+    state.extend([x] * 240)
+    before = possible(state)
+    for _ in range(2):
+        masks = state.masks([[x] * depth for depth in range(14)])
+        assert masks[0]
+        assert TOO_COMPLEX in masks
+        first = masks.index(TOO_COMPLEX)
+        assert set(masks[first:]) == {TOO_COMPLEX}
+        assert possible(state) == before
+    state.extend([x] * 13)
+    with pytest.raises(InvalidArgumentError, match=r"^grammar: .*items"):
+        possible(state)
+    state.truncate(240)
+    assert possible(state) == before
+
+
+def test_a_lexer_beyond_its_limits_begins_again_and_masks_the_completion_only():
+    rng = random.Random(0)
+    state, fresh = demo_compiler().begin(MANY_STATES), demo_compiler().begin(MANY_STATES)
+    committed = ids("".join(letters(rng) for _ in range(8)))
+    state.extend(committed)
+    assert possible(state)
+    assert state.masks([ids("".join(letters(rng) for _ in range(5000)))]) == [TOO_COMPLEX]
+    for token_id in committed:
+        possible(fresh)
+        fresh.extend([token_id])
+    for token_id in ids("abcab"):
+        assert possible(state) == possible(fresh)
+        assert state.masks([(token_id,)]) == [TOO_COMPLEX]
+        state.extend([token_id])
+        fresh.extend([token_id])
+
+
+@pytest.mark.slow
+def test_a_completion_that_is_read_at_once_does_not_exceed_the_limits_of_single_steps():
+    """As after a failover: gamma 0 renews the limits at each token."""
+    rng = random.Random(1)
+    tokens = ids("".join(letters(rng) for _ in range(1000)))
+    slow, fast = demo_compiler().begin(MANY_STATES), demo_compiler().begin(MANY_STATES)
+    for token_id in tokens:
+        slow.masks([()])
+        slow.extend([token_id])
+    assert possible(fast)
+    fast.extend(tokens)  # with what this one step leaves of the limits
+    with pytest.raises(InvalidArgumentError, match="too many expressions"):
+        fast.forced(1)  # drafting does not read all of them again
+    assert possible(fast) == possible(slow)
+
+
+ATTRIBUTES = {
+    'start: "# " note "\\n"\nnote[max_tokens=6]: /[^\\n]*/': False,
+    'start: (line ";")*\nline[stop="\\n"]: /(.|\\n)*/': False,
+    'start: "q"* ("z" y | "w")\ny: "k" z\nz[stop=""]: /a*/': False,
+    'start: "a" x\nx[max_tokens=3]: %json {"type": "object"}': False,
+    'start: "a" x\nx: %lark {\nstart: y\ny[stop="n"]: /b*/\n}': False,
+    'start: "a" x "b"\nx[suffix="n"]: /.*/': True,
+    'start: "a" x "b"\nx[lazy]: /.*n/': True,
+    'start: "a" x "b"\nx[capture]: /n/': True,
+    'start: "a"\nx[max_tokens=3]: /n/': True,
+    'start: "max_tokens=3" "[stop=]"': True,
+}
+
+
+def test_rules_that_cannot_drop_a_proposal_are_refused_wherever_they_are():
+    for grammar, is_possible in ATTRIBUTES.items():
+        if is_possible:
+            demo_compiler().check(grammar)
+        else:
+            with pytest.raises(InvalidArgumentError, match=r"^grammar: got a rule with max_tokens= or stop="):
+                demo_compiler().check(grammar)

@@ -22,22 +22,8 @@ from tests.support.schema_helpers import HARD_SCHEMAS
 
 # Every byte, and tokens that go over the ends of keys or are parts of escapes.
 LONGER = (
-    '",Ġ"',
-    '":Ġ',
-    '"a',
-    'a"',
-    '{"a":Ġ',
-    '{"',
-    ',Ġ"a":Ġ',
-    '"b"',
-    "\\u",
-    "\\u00",
-    "\\u0061",
-    "61",
-    "0061",
-    '\\"',
-    '"}',
-    '1,Ġ"a"',
+    *('",Ġ"', '":Ġ', '"a', 'a"', '{"a":Ġ', '{"', ',Ġ"a":Ġ', '"b"'),
+    *("\\u", "\\u00", "\\u0061", "61", "0061", '\\"', '"}', '1,Ġ"a"'),
 )
 TOKENS = ("<eos>", *sorted(ByteLevel.alphabet()), *LONGER)
 KEY_SIGNS = ('"', "\\", "a", "b", "u", "0", "6", "1", ",", "}", "]", "Ġ", *LONGER)

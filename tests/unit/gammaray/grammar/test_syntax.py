@@ -82,18 +82,15 @@ def test_the_same_characters_elsewhere_are_none(subtests):
             assert compiles(grammar)
 
 
-@pytest.mark.parametrize(
-    "grammar",
-    [
+def test_temperature_of_a_rule_is_refused():
+    for grammar in (
         "start[temperature=0.5]: /a/",
         'start: a "~"\na[ lazy, temperature = 1 ]: /a/',
         'start: %lark { start: A\nA[temperature=1]: /a/ } "&"',
         "%lark\nstart[temperature=0]: /a/",
-    ],
-)
-def test_temperature_of_a_rule_is_refused(grammar):
-    with pytest.raises(InvalidArgumentError, match=r"^grammar: "):
-        check_syntax(grammar, tokenizer())
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"^grammar: "):
+            check_syntax(grammar, tokenizer())
     assert "temperature" in refused("start[temperature=0.5]: /a/")
 
 

@@ -5,11 +5,11 @@ import os
 import stat
 
 import pytest
-from click.testing import CliRunner
 
-from gammaray.cli import main
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gammaray.learning.folder import DrafterFolder, LearningFolder, RecordName
+from gammaray.security.keys import replace_file
+from tests.support.cli_helpers import invoke
 from tests.support.learning_helpers import publish, version
 
 
@@ -24,7 +24,11 @@ def statuses(store):
 
 def test_candidate_becomes_stable_and_former(store):
     assert store.read().stable == 0
+    stale = store.directory(1)  # of a publisher that died
+    stale.mkdir(parents=True)
+    (stale / "half").write_text("")
     assert publish(store).number == 1
+    assert list(store.directory(1).iterdir()) == []
     assert store.read().candidate == 1
     assert publish(store) is None, "one candidate at a time"
     store.promote(1)
@@ -34,14 +38,6 @@ def test_candidate_becomes_stable_and_former(store):
     assert statuses(store) == ["former", "stable"]
     assert store.read().stable == 2
     assert store.directory(2).is_dir()
-
-
-def test_directory_of_a_publisher_that_died_is_replaced(store):
-    stale = store.directory(1)
-    stale.mkdir(parents=True)
-    (stale / "half").write_text("")
-    assert publish(store).number == 1
-    assert list(store.directory(1).iterdir()) == []
 
 
 def test_rollback_returns_to_what_served_before(store):
@@ -132,7 +128,7 @@ def test_command_lists_pins_and_rolls_back(tmp_path, store):
     publish(store, parent=1)
 
     def drafters(*arguments):
-        return CliRunner().invoke(main, ["drafters", "--folder", str(tmp_path), *arguments])
+        return invoke("drafters", "--folder", tmp_path, *arguments)
 
     assert drafters("allow", "acme").exit_code == 0
     records = tmp_path / "open" / "records"
@@ -160,7 +156,7 @@ def test_command_lists_pins_and_rolls_back(tmp_path, store):
 @pytest.mark.parametrize("command", [("list",), ("pin", "open", "0"), ("forget", "acme"), ("unpin", "open")])
 def test_folder_in_which_nothing_learns_is_an_error(tmp_path, command):
     for folder in (tmp_path, tmp_path / "missing"):
-        found = CliRunner().invoke(main, ["drafters", "--folder", str(folder), *command])
+        found = invoke("drafters", "--folder", folder, *command)
         assert found.exit_code == 2
         assert found.stderr.startswith(f"gammaray: folder: got {folder}, allowed: one in which workers learn")
     assert not list(tmp_path.iterdir())
@@ -208,32 +204,38 @@ def test_all_of_it_is_for_its_owner_alone_whatever_made_it(tmp_path, made):
         os.umask(before)
 
 
-def test_folder_of_other_things_is_not_taken(tmp_path):
+def test_folder_of_other_things_is_not_taken_and_links_out_of_it_are_not_followed(tmp_path):
     (tmp_path / "home").mkdir(mode=0o755)
-    (tmp_path / "home" / "notes").write_text("")
+    notes = tmp_path / "home" / "notes"
+    notes.write_text("")
+    notes.chmod(0o644)
     with pytest.raises(InvalidArgumentError, match=r"learn: got .*, which holds notes, allowed: a folder"):
         LearningFolder(tmp_path / "home").secure()
     assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o755
-
-
-def test_links_out_of_the_folder_are_not_followed(tmp_path):
-    folder, outside = LearningFolder(tmp_path / "learn"), tmp_path / "outside"
-    outside.write_text("")
-    outside.chmod(0o644)
+    folder = LearningFolder(tmp_path / "learn")
     records = folder.path / "open" / "records"
     records.mkdir(parents=True)
-    (records / "link").symlink_to(outside)
-    os.link(outside, records / "hard")
+    (records / "link").symlink_to(notes)
+    os.link(notes, records / "hard")
     folder.secure()
-    assert stat.S_IMODE(outside.stat().st_mode) == 0o644
+    assert stat.S_IMODE(notes.stat().st_mode) == 0o644
 
 
 class KilledError(BaseException):
     """What a killed process does: nothing after it runs."""
 
 
+STEPS = {
+    "pathlib.Path.unlink": None,
+    "shutil.rmtree": None,
+    "gammaray.learning.folder.replace_file": replace_file,
+    "os.replace": os.replace,
+}
+"""What a deletion calls -> the function itself where the first call, which writes the consents, ends."""
+
+
 @pytest.mark.parametrize("tenant", ["acme", "shared-one", ""])
-@pytest.mark.parametrize("step", ["unlink", "rmtree", "replace_file", "replace"])
+@pytest.mark.parametrize("step", STEPS)
 def test_deletions_that_were_interrupted_are_completed(tmp_path, tenant, step, monkeypatch):
     folder = LearningFolder(tmp_path)
     folder.consent("acme", "own")
@@ -245,27 +247,15 @@ def test_deletions_that_were_interrupted_are_completed(tmp_path, tenant, step, m
         publish(store, tenants=[of])
         (store.path / "new").mkdir()
     name = folder.read().drafter_of(tenant)
+    passing = [STEPS[step]] if STEPS[step] else []
 
     def killed(*given, **options):
-        raise KilledError
-
-    owner = {"unlink": "pathlib.Path.unlink", "rmtree": "shutil.rmtree", "replace": "os.replace"}
-    calls = []
-
-    def second(*given):  # the first one writes the consents
-        calls.append(given)
-        return killed() if len(calls) == 2 else real(*given)
+        if not passing:
+            raise KilledError
+        return passing.pop()(*given, **options)
 
     with monkeypatch.context() as patch:
-        if step == "replace_file":
-            from gammaray.security.keys import replace_file as real
-
-            patch.setattr("gammaray.learning.folder.replace_file", second)
-        elif step == "replace":
-            real = os.replace
-            patch.setattr("os.replace", second)
-        else:
-            patch.setattr(owner[step], killed)
+        patch.setattr(step, killed)
         with pytest.raises(KilledError):
             folder.forget(tenant)
     assert folder.read().pending == (tenant,)
@@ -278,16 +268,17 @@ def test_deletions_that_were_interrupted_are_completed(tmp_path, tenant, step, m
     assert all(list((tmp_path / other / "records").iterdir()) for other in others)
 
 
-def test_version_that_rests_on_a_withdrawn_consent_is_not_published(tmp_path):
+@pytest.mark.parametrize(("tenant", "name"), [("acme", "tenant-acme"), ("", "open")])
+def test_version_that_rests_on_a_withdrawn_consent_is_not_published(tmp_path, tenant, name):
     folder = LearningFolder(tmp_path)
-    for tenant, name in (("acme", "tenant-acme"), ("", "open")):
-        if tenant:
-            folder.consent(tenant, "own")
-        folder.forget(tenant)
-        if tenant:
-            folder.consent(tenant, "own")
-        assert publish(folder.store(name), tenants=[tenant]) is None, "agreed again, but not for this"
-        assert not (folder.store(name).path / "new").exists()
-        (folder.store(name).path / "new").mkdir(parents=True)
-        new = version(1).model_copy(update={"tenants": {tenant: folder.read().number_of(tenant)}})
-        assert folder.store(name).publish(folder.store(name).path / "new", lambda _, new=new: new) == new
+    store = folder.store(name)
+    if tenant:
+        folder.consent(tenant, "own")
+    folder.forget(tenant)
+    if tenant:
+        folder.consent(tenant, "own")
+    assert publish(store, tenants=[tenant]) is None, "agreed again, but not for this"
+    assert not (store.path / "new").exists()
+    (store.path / "new").mkdir(parents=True)
+    new = version(1).model_copy(update={"tenants": {tenant: folder.read().number_of(tenant)}})
+    assert store.publish(store.path / "new", lambda _: new) == new

@@ -23,9 +23,13 @@ def receipt():
     return made_up_receipt()
 
 
-def test_receipt_survives_its_text(path, receipt):
+@pytest.fixture
+def key(path):
     rotate(path)
-    (key,) = read_receipt_keys(path)
+    return read_receipt_keys(path)[0]
+
+
+def test_receipt_survives_its_text(key, receipt):
     text = receipt.signed(key)
     found = SignedReceipt.parse(text)
     assert found.receipt == receipt
@@ -34,11 +38,7 @@ def test_receipt_survives_its_text(path, receipt):
     header, payload, _ = text.split(".")
     assert json.loads(unb64(header)) == {"alg": "EdDSA", "kid": key.kid, "typ": "gammaray-receipt"}
     assert json.loads(unb64(payload))["sampling"]["seed"] == 2**64 - 1
-
-
-def test_integers_in_place_of_numbers_give_the_same_text(path, receipt):
-    rotate(path)
-    (key,) = read_receipt_keys(path)
+    # Integers in place of numbers give the same text.
     values = receipt.model_dump() | {"sampling": {"temperature": 1, "top_p": 1, "seed": 0}}
     SignedReceipt.parse(Receipt.model_validate(values).signed(key))
 
@@ -51,76 +51,53 @@ def changed(text, part, change):
 
 
 OTHER = {
-    "version": 2,
-    "issued_at": 1,
-    "model": "x",
-    "model_identity": "x",
-    "tokenizer": "x",
-    "eos_token_ids": [1],
-    "grammars": "x",
-    "verification": "naive",
-    "prompt_token_ids": [1],
-    "sampling": {"seed": 1},
-    "max_tokens": 1,
-    "stop": [],
-    "stop_token_ids": [1],
-    "ignore_eos": True,
-    "token_ids": [1],
-    "finish_reason": "length",
+    **{"version": 2, "verification": "naive", "finish_reason": "length", "sampling": {"seed": 1}},
+    **dict.fromkeys(("model", "model_identity", "tokenizer", "grammars"), "x"),
+    **{name: [1] for name in ("eos_token_ids", "prompt_token_ids", "stop_token_ids", "token_ids")},
+    **{"issued_at": 1, "max_tokens": 1, "stop": [], "ignore_eos": True},
 }
+"""Another value of each field."""
 
 
-@pytest.mark.parametrize("field", Receipt.model_fields)
-def test_change_of_any_field_is_found(path, receipt, field):
+def test_change_of_any_field_is_found(key, receipt):
     assert OTHER.keys() == Receipt.model_fields.keys()
-    rotate(path)
-    keys = read_receipt_keys(path)
-    text = changed(receipt.signed(keys[-1]), 1, lambda values: {**values, field: OTHER[field]})
-    with pytest.raises(InvalidArgumentError) as caught:
-        SignedReceipt.parse(text).check(keys)
-    assert caught.value.field == {
-        "version": "receipt.version",
-        # The other sampling parameters are missing, which this server always writes.
-        "sampling": "receipt",
-    }.get(field, "receipt.signature")
+    # The other sampling parameters are missing, which this server always writes.
+    others = {"version": "receipt.version", "sampling": "receipt"}
+    for field, value in OTHER.items():
+        text = changed(receipt.signed(key), 1, lambda values, own=(field, value): {**values, own[0]: own[1]})
+        with pytest.raises(InvalidArgumentError) as caught:
+            SignedReceipt.parse(text).check((key,))
+        assert caught.value.field == others.get(field, "receipt.signature")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda text: text[:-1], "cut"),
-        (lambda text: text[: len(text) // 2], "cut"),
         (lambda text: text[:50], "cut"),
         (lambda text: "", "cut"),
         (lambda text: text + ".", "cut"),
         (lambda text: text.replace(".", "!", 1), "cut"),
         (lambda text: "é" + text, "cut"),
-        (lambda text: f"{text}\0", "cut"),
         (lambda text: changed(text, 0, lambda h: {**h, "alg": "none"}), "another form"),
         (lambda text: changed(text, 0, lambda h: {**h, "typ": "JWT"}), "another form"),
         (lambda text: changed(text, 0, lambda h: []), "cut"),
         (lambda text: changed(text, 1, lambda v: {**v, "extra": 1}), "invalid at extra"),
         (lambda text: changed(text, 1, lambda v: {**v, "token_ids": [-1.5]}), "invalid at token_ids"),
-        (
-            lambda text: changed(text, 1, lambda v: {**v, "sampling": {**v["sampling"], "x": 1}}),
-            r"at sampling\.x",
-        ),
         (lambda text: changed(text, 1, lambda v: {**v, "issued_at": 1.0}), "does not write"),
+        (lambda text: changed(text, 1, lambda v: {**v, "sampling": {**v["sampling"], "x": 1}}), "sampling.x"),
         (lambda text: changed(text, 1, lambda v: {**v, "sampling": {**v["sampling"], "top_p": 7}}), "top_p"),
         (lambda text: changed(text, 1, lambda v: {**v, "version": "2"}), "version: got 2"),
     ],
 )
-def test_what_is_no_receipt_is_refused(path, receipt, change, words):
-    rotate(path)
-    text = receipt.signed(read_receipt_keys(path)[0])
+def test_what_is_no_receipt_is_refused(key, receipt, change, words):
     with pytest.raises(InvalidArgumentError, match=words):
-        SignedReceipt.parse(change(text))
+        SignedReceipt.parse(change(receipt.signed(key)))
 
 
-def test_signature_of_another_key_is_refused(path, receipt, tmp_path):
-    rotate(path)
+def test_signature_of_another_key_is_refused(key, receipt, tmp_path):
     rotate(tmp_path / "other.json")
-    (key,), (other,) = read_receipt_keys(path), read_receipt_keys(tmp_path / "other.json")
+    (other,) = read_receipt_keys(tmp_path / "other.json")
     found = SignedReceipt.parse(receipt.signed(key))
     with pytest.raises(InvalidArgumentError, match=r"receipt\.kid"):
         found.check((other,))
@@ -128,13 +105,11 @@ def test_signature_of_another_key_is_refused(path, receipt, tmp_path):
         found.check((other.model_copy(update={"kid": key.kid}),))
 
 
-def test_rotation_keeps_public_keys_and_forgets_private_ones(path, receipt):
-    rotate(path)
-    (first,) = read_receipt_keys(path)
-    text = receipt.signed(first)
+def test_rotation_keeps_public_keys_and_forgets_private_ones(path, key, receipt):
+    text = receipt.signed(key)
     listed = rotate(path)
     former, latest = read_receipt_keys(path)
-    assert former == first.public
+    assert former == key.public
     assert latest.d is not None
     assert listed == (former, latest.public)
     assert published((former, latest)) == published(listed)
@@ -142,25 +117,18 @@ def test_rotation_keeps_public_keys_and_forgets_private_ones(path, receipt):
     assert latest.d not in repr(latest)
     SignedReceipt.parse(text).check(listed)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[]", b"{}", b'{"keys": []}', b'{"keys": [{"kty": "RSA", "kid": "a", "x": ""}]}', b"\xff"],
-)
-def test_invalid_key_file_is_reported_without_its_content(path, content):
-    path.write_bytes(content)
-    with pytest.raises(InvalidArgumentError, match="receipt_keys_file: got"):
-        read_receipt_keys(path)
-    result = invoke("keys", "receipts", "--file", path)
-    assert result.exit_code == 2
-    assert path.read_bytes() == content
-
-
-def test_public_keys_do_not_sign(path):
-    path.write_text(json.dumps(published(rotate(path))))
+    path.write_text(json.dumps(published(listed)))
     with pytest.raises(InvalidArgumentError, match="without a private key"):
         read_receipt_keys(path)
+
+
+def test_invalid_key_file_is_reported_without_its_content(path):
+    for content in (b"", b"[]", b'{"keys": []}', b'{"keys": [{"kty": "RSA", "kid": "a", "x": ""}]}', b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(InvalidArgumentError, match="receipt_keys_file: got"):
+            read_receipt_keys(path)
+        assert invoke("keys", "receipts", "--file", path).exit_code == 2
+        assert path.read_bytes() == content
 
 
 def test_keys_command_prints_public_keys(path):
@@ -172,8 +140,8 @@ def test_keys_command_prints_public_keys(path):
         assert listed.keys[-1].kid in result.stderr
 
 
-@pytest.mark.parametrize("method", ["rejection", "block", "naive"])
-def test_request_for_a_receipt_with_another_method_is_refused(method):
-    with pytest.raises(InvalidArgumentError, match=f"receipt: got true with {method} verification"):
-        build_request("a", receipt=True, verification=method)
+def test_request_for_a_receipt_with_another_method_is_refused():
+    for method in ("rejection", "block", "naive"):
+        with pytest.raises(InvalidArgumentError, match=f"receipt: got true with {method} verification"):
+            build_request("a", receipt=True, verification=method)
     assert build_request("a", receipt=True).receipt

@@ -6,15 +6,14 @@ import os
 import time
 
 import pytest
-from click.testing import CliRunner
 
-from gammaray.cli import main
-from gammaray.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError
+from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key, make_secret, read_keys, revoke_key
 from gammaray.security.tenants import name_of
 from gammaray.wire.metadata import TIMEOUT_HEADER
 from orchestrator.access import reloaded
 from orchestrator.access.caller import ANONYMOUS, PRIORITY_HEADER, Authenticator, Caller
+from tests.support.cli_helpers import invoke
 
 
 @pytest.fixture
@@ -32,72 +31,49 @@ def bearer(key):
 
 
 def test_create_key_stores_no_secret_in_a_file_readable_by_its_owner_only(path):
-    key, secret = create_key(path, "acme", "laptop")
+    made = [create_key(path, "acme", "laptop") for _ in range(10)]
+    key, secret = made[0]
+    assert len({key.id for key, _ in made}) == len({secret for _, secret in made}) == 10
     assert secret not in path.read_text()
     assert secret.split("_", 2)[2] not in path.read_text()
     assert os.stat(path).st_mode & 0o077 == 0
-    assert read_keys(path) == (key,)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert read_keys(path) == tuple(key for key, _ in made)
     assert key.matches(secret)
     assert not key.matches(secret[:-1])
     assert not key.matches(make_secret())
 
 
-def test_create_key_many_have_different_ids_and_leave_no_other_file(path):
-    made = [create_key(path, "acme") for _ in range(20)]
-    assert len({key.id for key, _ in made}) == 20
-    assert len({secret for _, secret in made}) == 20
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-
-
-@pytest.mark.parametrize("tenant", ["", "A", "a:b", "a b", "-a", "a" * 33, "é"])
-def test_create_key_odd_tenant_is_refused(path, tenant):
-    with pytest.raises(InvalidArgumentError, match="tenant"):
-        create_key(path, tenant)
+def test_create_key_odd_tenant_is_refused(path):
+    for tenant in ("", "A", "a:b", "-a", "a" * 33, "é"):
+        with pytest.raises(InvalidArgumentError, match="tenant"):
+            create_key(path, tenant)
     assert not path.exists()
 
 
-def test_revoke_key_unknown_id_is_reported(path):
-    key, _ = create_key(path, "acme")
-    with pytest.raises(NotFoundError):
-        revoke_key(path, "00000000")
-    assert revoke_key(path, key.id) == key
-    assert read_keys(path) == ()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "{",
-        '{"version": 2}',
-        '{"keys": [{"id": "zz"}]}',
-        '{"keys": [], "secret": "hunter2"}',
-        "\xff",
-    ],
-)
-def test_read_keys_malformed_file_is_refused_without_its_content(path, text):
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(InvalidArgumentError, match="api_keys_file") as caught:
-        read_keys(path)
-    assert "hunter2" not in str(caught.value)
+def test_read_keys_malformed_file_is_refused_without_its_content(path):
+    for content in (b"", b"[]", b'{"keys": [{"id": "zz"}]}', b'{"keys": [], "secret": "hunter2"}', b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(InvalidArgumentError, match="api_keys_file") as caught:
+            read_keys(path)
+        assert "hunter2" not in str(caught.value)
 
 
 def test_command_creates_lists_and_revokes(path):
-    run = CliRunner().invoke
-    made = run(main, ["keys", "create", "-f", str(path), "-t", "acme", "--note", "ci"])
+    def keys(command, *arguments):
+        return invoke("keys", command, "-f", path, *arguments)
+
+    made = keys("create", "-t", "acme", "--note", "ci")
     assert made.exit_code == 0
-    secret = made.stdout.strip()
-    listed = run(main, ["keys", "list", "-f", str(path), "--json"])
-    (entry,) = json.loads(listed.stdout)["keys"]
+    (entry,) = json.loads(keys("list", "--json").stdout)["keys"]
     assert (entry["tenant"], entry["note"]) == ("acme", "ci")
     assert entry.keys() == {"id", "tenant", "created_at", "note"}
-    table = run(main, ["keys", "list", "-f", str(path)])
-    assert entry["id"] in table.stdout
-    assert Authenticator(path).identify(bearer(secret)).tenant == "acme"
-    assert run(main, ["keys", "revoke", "-f", str(path), entry["id"]]).exit_code == 0
-    assert run(main, ["keys", "revoke", "-f", str(path), entry["id"]]).exit_code == 1
-    assert run(main, ["keys", "list", "-f", str(path.parent / "none.json")]).exit_code == 2
+    assert entry["id"] in keys("list").stdout
+    assert Authenticator(path).identify(bearer(made.stdout.strip())).tenant == "acme"
+    assert keys("revoke", entry["id"]).exit_code == 0
+    assert keys("revoke", entry["id"]).exit_code == 1
+    assert read_keys(path) == ()
+    assert keys("list", "-f", path.parent / "none.json").exit_code == 2
 
 
 def test_identify_without_configured_keys_accepts_anonymous_callers():
@@ -109,7 +85,6 @@ def test_identify_without_configured_keys_accepts_anonymous_callers():
     "headers",
     [
         {},
-        {"authorization": ""},
         {"authorization": "Bearer"},
         {"authorization": "Bearer "},
         {"authorization": "Basic dXNlcjpwYXNz"},
@@ -120,17 +95,13 @@ def test_identify_without_configured_keys_accepts_anonymous_callers():
 )
 def test_identify_without_a_valid_key_is_rejected(path, headers):
     create_key(path, "acme")
+    additional = make_secret()
+    door = Authenticator(path, {"probe": hash_key(additional)})
+    assert door.identify(bearer(additional)).tenant == "probe"
     with pytest.raises(UnauthenticatedError) as caught:
-        Authenticator(path).identify(headers)
+        door.identify(headers)
     given = headers.get("authorization", "").partition(" ")[2]
     assert not given or given not in str(caught.value)
-
-
-def test_identify_secret_of_another_id_is_refused(path):
-    (_, first), (_, second) = create_key(path, "acme"), create_key(path, "beta")
-    swapped = "_".join([*first.split("_", 2)[:2], second.split("_", 2)[2]])
-    with pytest.raises(UnauthenticatedError):
-        Authenticator(path).identify(bearer(swapped))
 
 
 def test_rotation_takes_effect_without_a_restart(path):
@@ -139,6 +110,9 @@ def test_rotation_takes_effect_without_a_restart(path):
     _, new_secret = create_key(path, "acme")
     assert door.identify(bearer(new_secret)).tenant == "acme"
     assert door.identify(bearer(old_secret)).tenant == "acme"
+    swapped = "_".join([*old_secret.split("_", 2)[:2], new_secret.split("_", 2)[2]])
+    with pytest.raises(UnauthenticatedError):  # a secret of another id
+        door.identify(bearer(swapped))
     revoke_key(path, old.id)
     with pytest.raises(UnauthenticatedError, match=old.id):
         door.identify(bearer(old_secret))
@@ -165,15 +139,6 @@ def test_authenticator_without_a_key_does_not_start(path):
         Authenticator(path.parent / "none.json")
 
 
-def test_identify_accepts_an_additional_key(path):
-    create_key(path, "acme")
-    secret = make_secret()
-    door = Authenticator(path, {"probe": hash_key(secret)})
-    assert door.identify(bearer(secret)).tenant == "probe"
-    with pytest.raises(UnauthenticatedError):
-        door.identify(bearer(make_secret()))
-
-
 def test_identify_reads_deadline_and_priority():
     before = time.monotonic()
     caller = Authenticator().identify({TIMEOUT_HEADER: "1500", PRIORITY_HEADER: "-3"})
@@ -186,9 +151,8 @@ def test_identify_reads_deadline_and_priority():
 def test_identify_invalid_header_is_named(name, subtests):
     for text in ["", "x", "1.5", "-", "--1", "11e3", "9" * 30, "²", "-11"]:
         with subtests.test(str(text)[:80]):
-            with pytest.raises(InvalidArgumentError) as caught:
+            with pytest.raises(InvalidArgumentError, match=f"^{name}: got"):
                 Authenticator().identify({name: text})
-            assert caught.value.field == name
 
 
 def test_qualified_names_of_tenants_never_collide():
@@ -197,9 +161,6 @@ def test_qualified_names_of_tenants_never_collide():
     qualified = {caller.qualify(name) for caller in tenants for name in names}
     assert len(qualified) == len(tenants) * len(names)
     assert all(name_of(caller.qualify(name)) == name for caller in tenants for name in names)
-
-
-@pytest.mark.parametrize("name", ["b:x", "a:b:x", "../x", "x" * 129])
-def test_qualify_name_with_a_tenant_in_it_is_refused(name):
-    with pytest.raises(InvalidArgumentError, match="session_id"):
-        Caller("a").qualify(name)
+    for name in ("b:x", "a:b:x", "../x", "x" * 129):
+        with pytest.raises(InvalidArgumentError, match="session_id"):
+            Caller("a").qualify(name)

@@ -81,64 +81,48 @@ def test_promtool_takes_the_configuration_and_its_alerts():
     assert "rules found" in promtool("check", "config", str(ROOT / "docs/prometheus.yml"))
 
 
+REQUESTS, FIRST, GAP = (
+    "gammaray_requests_total{outcome=",
+    "gammaray_time_to_first_token_seconds_bucket{le=",
+    "gammaray_inter_token_latency_seconds_bucket{le=",
+)
 HEALTHY = {
-    'gammaray_requests_total{outcome="length"}': "0+600x720",
-    "gammaray_decode_time_seconds_total": "0+50x720",
-    "gammaray_decode_plain_time_seconds_total": "0+100x720",
-    'gammaray_time_to_first_token_seconds_bucket{le="0.5"}': "0+600x720",
-    'gammaray_time_to_first_token_seconds_bucket{le="5"}': "0+600x720",
-    'gammaray_time_to_first_token_seconds_bucket{le="+Inf"}': "0+600x720",
-    'gammaray_inter_token_latency_seconds_bucket{le="0.1"}': "0+600x720",
-    'gammaray_inter_token_latency_seconds_bucket{le="1"}': "0+600x720",
-    'gammaray_inter_token_latency_seconds_bucket{le="+Inf"}': "0+600x720",
+    f'{REQUESTS}"length"}}': 600,
+    "gammaray_decode_time_seconds_total": 50,
+    "gammaray_decode_plain_time_seconds_total": 100,
+    **{f'{FIRST}"{bound}"}}': 600 for bound in ("0.5", "5", "+Inf")},
+    **{f'{GAP}"{bound}"}}': 600 for bound in ("0.1", "1", "+Inf")},
 }
+"""What is added to each series every 30 seconds."""
+
 ILL = {
     "nothing": ({}, None),
-    "errors": (
-        {'gammaray_requests_total{outcome="unavailable"}': "0+30x720"},
-        "GammarayErrorBudgetBurnsFast",
-    ),
-    "refused clients": ({'gammaray_requests_total{outcome="resource_exhausted"}': "0+300x720"}, None),
-    "slower than plain": (
-        {"gammaray_decode_plain_time_seconds_total": "0+40x720"},
-        "GammaraySpeculationDoesNotPay",
-    ),
-    "slow first tokens": (
-        {'gammaray_time_to_first_token_seconds_bucket{le="0.5"}': "0+60x720"},
-        "GammarayFirstTokenSlow",
-    ),
-    "stalls": (
-        {'gammaray_inter_token_latency_seconds_bucket{le="0.1"}': "0+500x720"},
-        "GammarayStreamsStall",
-    ),
+    "errors": ({f'{REQUESTS}"unavailable"}}': 30}, "GammarayErrorBudgetBurnsFast"),
+    "refused clients": ({f'{REQUESTS}"resource_exhausted"}}': 300}, None),
+    "slower than plain": ({"gammaray_decode_plain_time_seconds_total": 40}, "GammaraySpeculationDoesNotPay"),
+    "slow first tokens": ({f'{FIRST}"0.5"}}': 60}, "GammarayFirstTokenSlow"),
+    "stalls": ({f'{GAP}"0.1"}}': 500}, "GammarayStreamsStall"),
 }
 
 
 @pytest.mark.needs("prometheus")
-@pytest.mark.parametrize(("changes", "alert"), ILL.values(), ids=ILL)
-def test_alert_fires_only_for_its_condition(tmp_path, changes, alert):
-    series = [{"series": name, "values": values} for name, values in {**HEALTHY, **changes}.items()]
+def test_alert_fires_only_for_its_condition(tmp_path):
     text = RULES.read_text()
-    names = re.findall(r"- alert: (\w+)", text)
-    summaries = dict(zip(names, re.findall(r"summary: (.+)", text), strict=True))
-    severities = dict(zip(names, re.findall(r"severity: (\w+)", text), strict=True))
-    checks = [
-        {
-            "eval_time": "6h",
-            "alertname": name,
-            "exp_alerts": [
-                {
-                    "exp_labels": {"severity": severities[name]},
-                    "exp_annotations": {"summary": summaries[name]},
-                }
-            ]
-            if name == alert
-            else [],
-        }
-        for name in names
-        if not (alert == "GammarayErrorBudgetBurnsFast" and name == "GammarayErrorBudgetBurns")
-    ]
+    names, severities, summaries = (
+        re.findall(pattern, text) for pattern in (r"- alert: (\w+)", r"severity: (\w+)", r"summary: (.+)")
+    )
+    tests = []
+    for changes, alert in ILL.values():
+        added = {**HEALTHY, **changes}.items()
+        series = [{"series": name, "values": f"0+{number}x720"} for name, number in added]
+        checks = []
+        for name, severity, summary in zip(names, severities, summaries, strict=True):
+            if alert == "GammarayErrorBudgetBurnsFast" and name == "GammarayErrorBudgetBurns":
+                continue
+            fires = {"exp_labels": {"severity": severity}, "exp_annotations": {"summary": summary}}
+            expected = [fires] if name == alert else []
+            checks.append({"eval_time": "6h", "alertname": name, "exp_alerts": expected})
+        tests.append({"interval": "30s", "input_series": series, "alert_rule_test": checks})
     path = tmp_path / "test.json"
-    test = {"interval": "30s", "input_series": series, "alert_rule_test": checks}
-    path.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "30s", "tests": [test]}))
+    path.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "30s", "tests": tests}))
     assert "SUCCESS" in promtool("test", "rules", str(path))

@@ -1,15 +1,22 @@
-"""Metrics: counted, and exposed to Prometheus."""
+"""Metrics are counted and exposed to Prometheus; OpenTelemetry follows its environment variables."""
 
 import asyncio
+import subprocess
+import sys
+import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import gammaray
 from gammaray.errors import InvalidArgumentError
 from gammaray.telemetry.meter import Meter
+from gammaray.telemetry.otel import Telemetry, exports_traces
 from gammaray.telemetry.prometheus import MetricsExport, MetricsServer
 from orchestrator.launcher.preflight import free_ports
+from tests.support.otlp_receiver import receiving
 
 
 def scrape(address):
@@ -34,15 +41,14 @@ def make_meter():
     return meter
 
 
-@pytest.fixture
-def endpoint():
-    server = MetricsServer(make_meter(), "127.0.0.1:0")
-    yield server.address
-    server.stop()
-
-
-def test_scrape_has_counters_gauges_and_cumulative_buckets(endpoint):
-    samples = scrape(endpoint)
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_scrape_has_counters_gauges_and_cumulative_buckets(host):
+    server = MetricsServer(make_meter(), f"{host}:0")
+    try:
+        assert server.address.startswith(f"{host}:")
+        samples = scrape(server.address)
+    finally:
+        server.stop()
     assert samples["gammaray_cycle_fallbacks_total",] == 3
     assert samples["gammaray_tokens_total", ("origin", "accepted")] == 5
     assert samples["gammaray_requests_active",] == 7
@@ -67,30 +73,16 @@ def test_port_range_gives_each_process_one_until_none_is_left():
     MetricsServer(Meter(), f"127.0.0.1:{port}").stop()
 
 
-def test_endpoint_on_ipv6_has_brackets_in_its_address():
-    server = MetricsServer(make_meter(), "[::1]:0")
-    try:
-        assert server.address.startswith("[::1]:")
-        assert scrape(server.address)["gammaray_requests_active",] == 7
-    finally:
-        server.stop()
-
-
-@pytest.mark.parametrize("listen", ["9464", "127.0.0.1:", "127.0.0.1:9-8", "127.0.0.1:70000", "x:1-2-3"])
-def test_bad_address_is_named(listen):
-    with pytest.raises(InvalidArgumentError, match="metrics_listen"):
-        MetricsServer(Meter(), listen)
-
-
-async def test_endpoint_on_all_interfaces_announces_a_reachable_address():
-    export = MetricsExport(Meter(), role="draft", model="demo", listen="0.0.0.0:0")
-    assert not export.address.startswith("0.0.0.0")
-    await export.stop()
+def test_bad_address_is_named():
+    for listen in ("9464", "127.0.0.1:9-8", "127.0.0.1:70000", "x:1-2-3"):
+        with pytest.raises(InvalidArgumentError, match="metrics_listen"):
+            MetricsServer(Meter(), listen)
 
 
 async def test_tasks_are_counted_from_any_thread():
     meter, never = Meter(), asyncio.Event()
-    export = MetricsExport(meter, role="draft", model="demo", listen="")
+    export = MetricsExport(meter, role="draft", model="demo", listen="0.0.0.0:0")
+    assert not export.address.startswith("0.0.0.0"), "others cannot reach it there"
 
     async def count():
         (value,) = next(series for metric, series in meter.read() if metric.name == "gammaray.tasks")
@@ -104,3 +96,80 @@ async def test_tasks_are_counted_from_any_thread():
     await asyncio.gather(*waiting)
     assert await count() == before
     await export.stop()
+
+
+ROOT = Path(gammaray.__file__).parents[1]
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    for name in (ENDPOINT, "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_on"),
+    [
+        ({}, False),
+        ({ENDPOINT: "http://127.0.0.1:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://127.0.0.1:4317"}, False),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({ENDPOINT: "http://127.0.0.1:4317", "OTEL_TRACES_EXPORTER": "none"}, False),
+        ({ENDPOINT: "http://127.0.0.1:4317", "OTEL_SDK_DISABLED": "true"}, False),
+        ({ENDPOINT: "http://127.0.0.1:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, True),
+    ],
+    ids=str,
+)
+def test_exports_traces_when_the_standard_variables_say_so(monkeypatch, environment, is_on):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert exports_traces() is is_on
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_TRACES_EXPORTER", "zipkin"), ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")]
+)
+def test_exports_rejects_unsupported_values(monkeypatch, name, value):
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:4318")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgumentError, match=name):
+        exports_traces()
+
+
+def test_telemetry_without_variables_loads_no_sdk():
+    script = (
+        "import sys\nfrom gammaray.telemetry.otel import Telemetry\nimport gammaray.telemetry.names\n"
+        "telemetry = Telemetry('draft')\n"
+        "print(telemetry.tracer, telemetry.span_ids, 'opentelemetry.sdk' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        check=True,
+        env={"PATH": ""},
+    )
+    assert result.stdout.strip() == "None None False"
+
+
+async def test_shutdown_flushes_queued_spans(monkeypatch):
+    with receiving() as (endpoint, receiver):
+        monkeypatch.setenv(ENDPOINT, endpoint)
+        telemetry = Telemetry("draft")
+        telemetry.tracer.start_span("last words").end()
+        assert await telemetry.shutdown(timeout_s=10.0)
+        assert [span.name for span in receiver.spans] == ["last words"]
+
+
+@pytest.mark.slow
+async def test_shutdown_with_a_dead_collector_keeps_its_deadline(monkeypatch):
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
+    telemetry = Telemetry("draft")
+    telemetry.tracer.start_span("without exporter").end()
+    start = time.monotonic()
+    await telemetry.shutdown(timeout_s=0.5)
+    assert time.monotonic() - start < 8.0, "the exporter's own would be 10 s and more"

@@ -1,6 +1,8 @@
-"""Types to wire messages and back: nothing is lost, and messages of peers are checked."""
+"""Types and blocks to wire messages and back: nothing is lost, and messages of hostile peers are refused."""
 
 import dataclasses
+import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,11 +11,12 @@ from hypothesis import strategies as st
 
 from gammaray import InternalError, InvalidArgumentError
 from gammaray import types as t
-from gammaray.types import SpeculationTotals, WorkerTotals
+from gammaray.blocks import Shape, TokenLogprobs, Verdict, VerifyTiming
+from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import generation_service_pb2 as gen
+from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
-from gammaray.wire import convert
-from gammaray.wire.convert import process_from_proto, process_to_proto
+from gammaray.wire import blocks, convert
 
 VOCAB = 500
 
@@ -63,34 +66,25 @@ requests = st.builds(
     prediction=st.text(max_size=20) | st.lists(token_ids, min_size=1, max_size=5).map(tuple),
     num_prompt_logprobs=st.none() | st.integers(0, t.MAX_TOP_LOGPROBS),
 ).map(lambda request: replace(request, max_tokens=max(request.max_tokens, request.sampling.min_tokens)))
+unstored = requests.map(lambda request: replace(request, store=False, session_id=""))
+tops = st.builds(t.TopLogprob, token_ids, floats, st.binary(max_size=4))
 emitted = st.builds(
     t.EmittedToken,
     token_id=token_ids,
     origin=st.sampled_from(t.TokenOrigin),
     token_bytes=st.binary(max_size=6),
     logprob=st.none() | floats,
-    top_logprobs=st.lists(st.builds(t.TopLogprob, token_ids, floats, st.binary(max_size=4)), max_size=3).map(
-        tuple
-    ),
+    top_logprobs=st.lists(tops, max_size=3).map(tuple),
     drafter=st.none() | st.sampled_from(t.DrafterKind),
 )
+TIMES = ("draft_ms", "verify_ms", "other_ms", "total_ms")
+COUNTS = ("cycles", "suffix_cycles", "prediction_cycles", "drafted_tokens", "accepted_tokens")
 summaries = st.builds(
     t.SpeculationSummary,
-    cycles=counts,
-    tokens_per_cycle=floats,
-    alpha=st.none() | floats,
-    acceptance_rate=st.none() | floats,
+    **dict.fromkeys(("tokens_per_cycle", "gamma_mean", *TIMES), floats),
+    **dict.fromkeys(("alpha", "acceptance_rate", "speedup_estimate"), st.none() | floats),
+    **dict.fromkeys(COUNTS, counts),
     accepted_lengths=st.lists(counts, max_size=9).map(tuple),
-    gamma_mean=floats,
-    draft_ms=floats,
-    verify_ms=floats,
-    other_ms=floats,
-    total_ms=floats,
-    speedup_estimate=st.none() | floats,
-    suffix_cycles=counts,
-    prediction_cycles=counts,
-    drafted_tokens=counts,
-    accepted_tokens=counts,
 )
 
 
@@ -127,7 +121,7 @@ def over_the_wire(message):
     return type(message).FromString(message.SerializeToString())
 
 
-@given(requests)
+@given(requests | unstored | st.just(t.GenerationRequest("Hi")))
 def test_request_round_trip(request):
     assert convert.request_from_proto(over_the_wire(convert.request_to_proto(request))) == request
 
@@ -145,35 +139,22 @@ def totals(kind):
     st.builds(
         t.ProcessStatus,
         *(text, counts, text, text, st.booleans(), counts, text, counts, counts, counts),
-        *(totals(WorkerTotals), totals(SpeculationTotals)),
+        *(totals(t.WorkerTotals), totals(t.SpeculationTotals)),
         st.lists(counts).map(tuple),
     )
 )
 def test_process_status_round_trip(process):
-    assert process_from_proto(over_the_wire(process_to_proto(process))) == process
+    assert convert.process_from_proto(over_the_wire(convert.process_to_proto(process))) == process
 
 
-def test_empty_request_message_has_the_documented_defaults():
-    request = convert.request_from_proto(gen.GenerateRequest(text="Hi"))
-    assert request == t.GenerationRequest("Hi")
-
-
-def test_request_that_is_not_stored_round_trip():
-    request = t.GenerationRequest("Hi", store=False)
-    assert convert.request_from_proto(over_the_wire(convert.request_to_proto(request))) == request
-
-
-@pytest.mark.parametrize("cls", [t.SamplingParams, t.GenerationRequest, t.Chunk, t.EmittedToken])
-def test_types_and_messages_have_the_same_number_of_fields(cls):
-    message = {
-        t.SamplingParams: pb.SamplingParams,
-        t.GenerationRequest: gen.GenerateRequest,
-        t.Chunk: gen.GenerateResponse,
-        t.EmittedToken: gen.EmittedToken,
-    }[cls]
-    # A prompt is one field of the type and two alternatives of the message.
-    extra = 1 if cls is t.GenerationRequest else 0
-    assert len(dataclasses.fields(cls)) + extra == len(message.DESCRIPTOR.fields)
+def test_types_and_messages_have_the_same_number_of_fields():
+    for cls, message, extra in (
+        (t.SamplingParams, pb.SamplingParams, 0),
+        (t.GenerationRequest, gen.GenerateRequest, 1),  # a prompt is two alternatives of the message
+        (t.Chunk, gen.GenerateResponse, 0),
+        (t.EmittedToken, gen.EmittedToken, 0),
+    ):
+        assert len(dataclasses.fields(cls)) + extra == len(message.DESCRIPTOR.fields), cls
 
 
 def test_request_wrong_message_is_refused_and_the_field_named(subtests):
@@ -186,9 +167,8 @@ def test_request_wrong_message_is_refused_and_the_field_named(subtests):
         (gen.GenerateRequest(text="Hi", prediction=gen.Prediction(text="x" * (2**16 + 1))), "prediction"),
     ]:
         with subtests.test(str((message, field))[:80]):
-            with pytest.raises(InvalidArgumentError) as caught:
+            with pytest.raises(InvalidArgumentError, match=f"^{re.escape(field)}: got"):
                 convert.request_from_proto(over_the_wire(message))
-            assert caught.value.field == field
 
 
 @pytest.mark.parametrize("field", ["verification", "drafter"])
@@ -197,9 +177,8 @@ def test_request_enum_value_of_a_later_version_is_refused(field):
     # proto3 enums are open: the wire may carry any number.
     number = gen.GenerateRequest.DESCRIPTOR.fields_by_name[field].number
     later.MergeFromString(bytes([number << 3, 99]))
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(InvalidArgumentError, match=f"^{field}: got"):
         convert.request_from_proto(later)
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("origin", [0, 99])
@@ -215,3 +194,149 @@ def test_token_of_a_drafter_that_this_version_does_not_know_has_none():
     number = gen.EmittedToken.DESCRIPTOR.fields_by_name["drafter"].number
     message.MergeFromString(bytes([number << 3, 99]))
     assert convert.token_from_proto(message).drafter is None
+
+
+shapes = st.builds(Shape, st.integers(1, t.MAX_GAMMA), st.integers(0, t.MAX_NODES))
+logprobs = st.builds(TokenLogprobs, floats, st.lists(st.tuples(token_ids, floats), max_size=3).map(tuple))
+verdicts = st.builds(
+    Verdict,
+    st.lists(counts, max_size=5).map(tuple),
+    token_ids,
+    st.sampled_from(t.TokenOrigin),
+    counts,
+    st.lists(logprobs, max_size=4).map(tuple),
+)
+
+
+@st.composite
+def distributions(draw):
+    bits = draw(st.integers(1, 12))
+    size = draw(st.integers(1, min(6, 2**bits)))
+    ids = draw(st.lists(token_ids, min_size=size, max_size=size, unique=True))
+    inner = st.integers(1, 2**bits - 1)
+    cuts = sorted(draw(st.lists(inner, min_size=size - 1, max_size=size - 1, unique=True)))
+    edges = [0, *cuts, 2**bits]
+    weights = tuple(edges[i + 1] - edges[i] for i in range(size))
+    return t.SparseDistribution(tuple(ids), weights, bits)
+
+
+@st.composite
+def proposals(draw):
+    ids = draw(st.lists(token_ids, max_size=8))
+    shape, laws = None, None
+    if ids and draw(st.booleans()):
+        shape = tuple(draw(st.integers(-1, node - 1)) for node in range(len(ids)))
+    elif ids and draw(st.booleans()):
+        laws = tuple(draw(distributions()) for _ in ids)
+    return t.Proposal(tuple(ids), shape, laws)
+
+
+def over_streams(verdict, has_logprobs=True, **timing):
+    """Return a verdict as the orchestrator reads the target worker's answer."""
+    result = target_pb.VerifyResult(timing=pb.WorkerTiming(**timing))
+    blocks.fill_verdict(result.verdict, verdict)
+    return blocks.verdict_from_proto(over_the_wire(result), VOCAB, has_logprobs=has_logprobs)
+
+
+@given(shapes)
+def test_shape_round_trip(shape):
+    found = blocks.shape_from_proto(over_the_wire(blocks.shape_to_proto(shape)))
+    assert dataclasses.astuple(found) == dataclasses.astuple(shape)
+
+
+def test_shape_out_of_bounds_is_refused():
+    for field, value in (("gamma", 0), ("gamma", t.MAX_GAMMA + 1), ("max_nodes", t.MAX_NODES + 1)):
+        with pytest.raises(InvalidArgumentError, match=f"^{re.escape(field)}: got"):
+            blocks.shape_from_proto(draft_pb.ProposeBlock(**{"gamma": 1, field: value}))
+
+
+@given(verdicts)
+def test_verdict_round_trip(verdict):
+    assert over_streams(verdict) == verdict
+    assert over_streams(verdict, has_logprobs=False) == dataclasses.replace(verdict, logprobs=())
+
+
+def test_verdict_has_the_timing_of_the_workers_step():
+    timing = {"queue_us": 50, "compute_us": 2000, "batch_size": 2, "batch_tokens": 7, "batch_rows": 3}
+    found = over_streams(Verdict((), 1, t.TokenOrigin.BONUS, 0), **timing)
+    assert found.timing == VerifyTiming(pytest.approx(5e-5), pytest.approx(2e-3), 2, 7, 3)
+
+
+def test_log_probabilities_of_the_prompt_travel_without_its_tokens():
+    prompt = t.PromptLogprobs((3, 4, 5), (-1.0, -2.0), (1, 2), 1, (4, 9), (-1.0, -0.5))
+    message = target_pb.Verdict()
+    blocks.fill_verdict(message, Verdict((), 1, t.TokenOrigin.BONUS, 0, prompt_logprobs=prompt))
+    sent = over_the_wire(message).prompt_logprobs
+    assert not sent.token_ids
+    assert blocks.prompt_logprobs_from_proto(sent, (3, 4, 5)) == prompt
+    with pytest.raises(InternalError, match="a prompt of 2 tokens"):
+        blocks.prompt_logprobs_from_proto(sent, (3, 4))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"next_token_id": VOCAB},
+        {"next_origin": 0},
+        {"logprobs": [{"logprob": math.nan}]},
+        {"logprobs": [{"top_token_ids": [1], "top_logprobs": []}]},
+        {"logprobs": [{"top_token_ids": [1], "top_logprobs": [math.nan]}]},
+        {"logprobs": [{"top_token_ids": [VOCAB], "top_logprobs": [0.0]}]},
+    ],
+)
+def test_verdict_of_a_hostile_worker_is_refused(changes):
+    fields = {"next_token_id": 1, "next_origin": pb.TOKEN_ORIGIN_BONUS, **changes}
+    result = target_pb.VerifyResult(verdict=target_pb.Verdict(**fields))
+    with pytest.raises(InternalError):
+        blocks.verdict_from_proto(over_the_wire(result), VOCAB, has_logprobs=True)
+
+
+@given(proposals())
+def test_proposal_round_trip(proposal):
+    assert blocks.proposal_from_proto(over_the_wire(blocks.proposal_to_proto(proposal)), VOCAB) == proposal
+
+
+def law(ids=(1, 2), weights=(3, 5), bits=3):
+    return pb.SparseDistribution(token_ids=ids, weights=weights, weight_bits=bits)
+
+
+WRONG_LAWS = {
+    "weight_bits": [law(bits=0), law(bits=25)],
+    "token_ids": [law(ids=(1, 1)), law(ids=(1, VOCAB)), law(ids=(1,))],
+    "weights": [law(weights=(3, 4)), law(weights=(0, 8)), law(ids=(), weights=())],
+}
+
+
+def test_proposal_of_a_hostile_drafter_is_refused(subtests):
+    for proposal, field in [
+        (pb.Proposal(token_ids=[1, VOCAB]), "proposal.token_ids"),
+        (pb.Proposal(token_ids=[1, 2], parents=[-1]), "proposal.parents"),
+        (pb.Proposal(token_ids=[1, 2], parents=[-1, 1]), "proposal.parents[1]"),
+        (pb.Proposal(token_ids=[1], parents=[-2]), "proposal.parents[0]"),
+        (pb.Proposal(token_ids=[1, 2], draft_distributions=[law()]), "proposal.draft_distributions"),
+        (pb.Proposal(draft_distributions=[law()]), "proposal.draft_distributions"),
+        *(
+            (pb.Proposal(token_ids=[1], draft_distributions=[wrong]), f"proposal.draft_distributions.{name}")
+            for name, laws in WRONG_LAWS.items()
+            for wrong in laws
+        ),
+    ]:
+        with subtests.test(str((proposal, field))[:80]):
+            with pytest.raises(InvalidArgumentError, match=f"^{re.escape(field)}: got"):
+                blocks.proposal_from_proto(over_the_wire(proposal), VOCAB)
+
+
+@given(
+    st.builds(
+        pb.Proposal,
+        token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4),
+        parents=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
+    )
+)
+def test_proposal_of_any_shape_is_rejected_or_a_valid_tree(message):
+    try:
+        proposal = blocks.proposal_from_proto(message, VOCAB)
+    except InvalidArgumentError:
+        return
+    assert 0 <= proposal.depth <= len(proposal)
+    assert all(token_id < VOCAB for token_id in proposal.token_ids)

@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from gammaray.cli import main
 from gammaray.types import Chunk, FinishReason
 from gammaray.v1 import generation_service_pb2 as pb
+from tests.support.cli_helpers import invoke
 from tests.support.sdk_helpers import SUMMARY, USAGE, ScriptedService, serve_in_thread, token
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["bench", *map(str, arguments)], prog_name="gammaray")
 
 
 async def completion(request: pb.GenerateRequest, attempt: int) -> AsyncIterator[Chunk]:
@@ -48,7 +43,7 @@ def measured(address: str, out: Path, *options: object) -> dict[str, Any]:
     prompts = out.with_name("prompts.txt")
     prompts.write_text("a\n")
     small = ("--prompt-file", prompts, "--tokens", 12, "--repeats", 2, "--temperatures", "0", "--json", out)
-    result = invoke("-a", address, *small, *options)
+    result = invoke("bench", "-a", address, *small, *options)
     assert result.exit_code == 0, result.output
     assert f"written: {out}" in result.stdout
     return json.loads(out.read_text())
@@ -87,7 +82,7 @@ def test_bench_prompt_file_gives_the_prompts(server, tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
     small = ("--tokens", 2, "--repeats", 1, "--temperatures", "0", "--gammas", "1")
-    assert invoke("-a", address, "--prompt-file", path, *small).exit_code == 0
+    assert invoke("bench", "-a", address, "--prompt-file", path, *small).exit_code == 0
     assert {request.text for request in service.requests} == {"one", "two"}
 
 
@@ -97,6 +92,6 @@ def test_bench_prompt_file_gives_the_prompts(server, tmp_path, name, text):
 def test_bench_file_without_prompts_ends_with_code_2(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
-    result = invoke("-a", "127.0.0.1:1", "--prompt-file", path)
+    result = invoke("bench", "-a", "127.0.0.1:1", "--prompt-file", path)
     assert result.exit_code == 2
     assert name in result.stderr

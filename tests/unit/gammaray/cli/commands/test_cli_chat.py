@@ -4,23 +4,16 @@ import json
 import os
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel
 
+from gammaray import errors
 from gammaray.cli import main, render
 from gammaray.client.chat import Chat
-from gammaray.errors import (
-    GammarayError,
-    IncompleteOutputError,
-    InternalError,
-    InvalidArgumentError,
-    UnauthenticatedError,
-    UnavailableError,
-)
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.tls_front_helpers import http_front
@@ -49,11 +42,11 @@ def chat(url, said, *options):
     return CliRunner().invoke(main, ["chat", "--url", url, *options], input=said, prog_name="gammaray")
 
 
-def test_chat_asks_no_proxy_for_loopback(serve, monkeypatch):
+@pytest.mark.parametrize("path", ["", "/v1", "/v1/"])
+def test_chat_takes_the_url_that_up_prints_and_asks_no_proxy_for_loopback(serve, monkeypatch, path):
     monkeypatch.setattr(os, "environ", {**os.environ, "http_proxy": "http://127.0.0.1:9", "NO_PROXY": ""})
-    result = chat(serve(Recording()), "hi\n")
-    assert result.exit_code == 0
-    assert result.stdout == "café\n"
+    result = chat(serve(ScriptedBackend()) + path, "hi\n")
+    assert (result.exit_code, result.stdout) == (0, "café\n")
 
 
 def test_chat_keeps_the_conversation_until_it_is_reset(serve):
@@ -118,14 +111,14 @@ def test_chat_object_parses_an_answer(serve):
 def test_chat_object_of_a_cut_answer_is_an_error(serve):
     conversation = Chat(serve(Recording(pieces=(b'{"name":', b' "Ada', b'"}'))), options={"max_tokens": 2})
     list(conversation.ask("hi", json_schema=Person))
-    with pytest.raises(IncompleteOutputError) as caught:
+    with pytest.raises(errors.IncompleteOutputError) as caught:
         conversation.parsed  # noqa: B018  # a property
     assert (caught.value.text, caught.value.finish_reason) == ('{"name": "Ada', "length")
 
 
 def test_chat_two_forms_at_once_are_refused(serve):
     conversation = Chat(serve(Recording()))
-    with pytest.raises(InvalidArgumentError, match="json_schema with regex"):
+    with pytest.raises(errors.InvalidArgumentError, match="json_schema with regex"):
         list(conversation.ask("hi", json_schema=Person, regex="a"))
     assert conversation.messages == []
 
@@ -142,7 +135,7 @@ def test_chat_options_reach_the_request(serve):
 def test_chat_continues_after_an_error(serve):
     def before(request, number):
         if "fail" in request.prompt:
-            raise GammarayError("no luck")
+            raise errors.GammarayError("no luck")
 
     backend = Recording(before)
     result = chat(serve(backend), "fail\nhi\n/what\n")
@@ -161,7 +154,7 @@ def test_chat_without_a_server_ends_with_3():
     assert "is a cluster running there?" in result.stderr
 
 
-REFUSALS = [(503, UnavailableError), (401, UnauthenticatedError), (502, InternalError)]
+REFUSALS = [(503, errors.UnavailableError), (401, errors.UnauthenticatedError), (502, errors.InternalError)]
 BODIES = {
     "cut": ("json", 100, b'{"error"'),
     "silent": ("json", 100, None),
@@ -171,79 +164,62 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize(("code", "kind"), REFUSALS, ids=["503", "401", "502"])
-@pytest.mark.parametrize(("form", "length", "body"), BODIES.values(), ids=BODIES)
-def test_refusal_whose_body_cannot_be_read_has_the_class_of_its_status(code, kind, form, length, body):
-    head = f"HTTP/1.1 {code} Oops\r\nContent-Type: text/{form}\r\nContent-Length: {length}\r\n\r\n"
+@contextmanager
+def answering(data, hangs=False):
+    """Yield the URL of a server that answers one connection with these bytes, and may keep it open."""
     asked = threading.Event()
 
-    def refuse(server):
+    def run():
         connection, _ = server.accept()
         with connection:
             connection.recv(65536)
-            connection.sendall(head.encode() + (body or b""))
-            if body is None:
+            connection.sendall(data)
+            if hangs:
                 asked.wait(30)
         server.close()  # the client may ask again, whether TLS is the cause
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(30)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        thread = threading.Thread(target=refuse, args=(server,))
+        thread = threading.Thread(target=run)
         thread.start()
-        with pytest.raises(GammarayError, match=f"responds with {code} Oops") as caught:
-            list(Chat(url, timeout_s=0.5 if body is None else 30).ask("hi"))
+        yield url
         asked.set()
         thread.join()
+
+
+@pytest.mark.parametrize(("code", "kind"), REFUSALS, ids=["503", "401", "502"])
+@pytest.mark.parametrize(("form", "length", "body"), BODIES.values(), ids=BODIES)
+def test_refusal_whose_body_cannot_be_read_has_the_class_of_its_status(code, kind, form, length, body):
+    head = f"HTTP/1.1 {code} Oops\r\nContent-Type: text/{form}\r\nContent-Length: {length}\r\n\r\n"
+    with answering(head.encode() + (body or b""), hangs=body is None) as url:
+        with pytest.raises(errors.GammarayError, match=f"responds with {code} Oops") as caught:
+            list(Chat(url, timeout_s=0.5 if body is None else 30).ask("hi"))
     assert type(caught.value) is kind
 
 
-def test_closed_response_keeps_its_text_in_the_conversation(serve):
-    conversation = Chat(serve(Recording()))
+def test_response_that_fails_or_is_closed_midway_keeps_its_text_in_the_conversation(serve):
+    def before(request, number):
+        if number == 1 and "fail" in request.prompt:
+            raise errors.UnavailableError("gone")
+
+    conversation = Chat(serve(Recording(before)))
     pieces = conversation.ask("hi")
     while not next(pieces).text:
         pass
     pieces.close()
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
-    assert conversation.messages[-1]["content"] == "caf"
-
-
-def test_response_that_fails_midway_raises_and_keeps_its_text(serve):
-    def before(request, number):
-        if number == 1:
-            raise UnavailableError("gone")
-
-    conversation = Chat(serve(Recording(before)))
-    with pytest.raises(GammarayError, match="gone"):
-        list(conversation.ask("hi"))
-    assert conversation.messages[-1] == {"role": "assistant", "content": "caf"}
-
-
-def test_chat_takes_the_url_that_up_prints(serve):
-    for ending in ("/v1", "/v1/"):
-        assert chat(serve(ScriptedBackend()) + ending, "hi\n").stdout == "café\n"
-
-
-def answering(data):
-    """Return the port of a server that answers each connection with these bytes."""
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def run():
-        connection, _ = server.accept()
-        with connection, server:
-            connection.recv(65536)
-            connection.sendall(data)
-
-    threading.Thread(target=run, daemon=True).start()
-    return server.getsockname()[1]
+    cut = {"role": "assistant", "content": "caf"}
+    assert conversation.messages == [{"role": "user", "content": "hi"}, cut]
+    with pytest.raises(errors.GammarayError, match="gone"):
+        list(conversation.ask("fail"))
+    assert conversation.messages[-1] == cut
 
 
 def test_chat_says_what_is_wrong_with_a_port(serve):
-    http2 = (
-        b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x05\x00\x00\x40\x00"  # the first frame of a gRPC server
-    )
+    http2 = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x05\x00\x00\x40\x00"  # the first frame of gRPC
     for greeting in (http2, b"\x15\x03\x01\x00\x02\x02\x16", b""):  # and a TLS server's alert; and none
-        result = chat(f"http://127.0.0.1:{answering(greeting)}", "hi\n")
+        with answering(greeting) as url:
+            result = chat(url, "hi\n")
         assert result.exit_code == 3
         assert "is it the HTTP API, on port 8000 by default?" in result.stderr
     result = chat(serve(ScriptedBackend()).replace("http:", "https:"), "hi\n")

@@ -58,6 +58,10 @@ def launch(tmp_path):
         process.communicate()
 
 
+def arguments_of(process):
+    return json.loads(process.communicate(timeout=WAIT_S)[0])["arguments"]
+
+
 GIVEN = (
     *("--target", "a b", "--draft-workers", "2", "--http-port=8123", "--deterministic"),
     *("--redis-url", "redis://127.0.0.1:1/0", "--wait-ready", "--start-timeout-s", "9.5"),
@@ -65,15 +69,10 @@ GIVEN = (
 
 
 def test_up_passes_the_options_that_were_given_and_the_exit_code(launch):
-    process = launch(*GIVEN)
-    stdout, _ = process.communicate(timeout=WAIT_S)
-    assert json.loads(stdout)["arguments"] == [*GIVEN]
+    process, without = launch(*GIVEN), launch()
+    assert arguments_of(process) == [*GIVEN]
     assert process.returncode == 5
-
-
-def test_up_without_options_passes_none_so_that_the_environment_counts(launch):
-    stdout, _ = launch().communicate(timeout=WAIT_S)
-    assert json.loads(stdout)["arguments"] == []
+    assert arguments_of(without) == [], "so that the environment counts"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
