@@ -30,15 +30,8 @@ spec:
       labelSelector:
         matchLabels: {{- include "gammaray.selector" . | nindent 10 }}
   {{- end }}
-  {{- $waits := and (include "gammaray.downloads" $root) (ne .component "head") }}
-  {{- if or $waits $values.initContainers }}
-  initContainers:
-    {{- if $waits }}
-    {{- include "gammaray.waitForModels" $pod | nindent 4 }}
-    {{- end }}
-    {{- with $values.initContainers }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+  {{- with $values.initContainers }}
+  initContainers: {{- toYaml . | nindent 4 }}
   {{- end }}
   containers:
     - name: ray-{{ .component }}

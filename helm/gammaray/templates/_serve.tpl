@@ -47,6 +47,9 @@
 {{- $settings = mergeOverwrite $settings (dict "tls_dir" "/etc/gammaray/tls") -}}
 {{- end -}}
 {{- $_ := set $args "settings" (mergeOverwrite $settings $values.settings) -}}
+{{- with include "gammaray.modelMarks" (dict "root" $ "role" $role) | fromJsonArray -}}
+{{- $_ := set $args "after" . -}}
+{{- end -}}
 {{- if ne (toString $values.workers) "0" -}}
 {{- $applications = append $applications $application -}}
 {{- end -}}
