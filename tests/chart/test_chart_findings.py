@@ -100,3 +100,13 @@ def test_download_job_leaves_a_model_alone_that_workers_may_read(tmp_path):
         timeout=60,
     )
     assert (ended.returncode, ended.stdout) == (0, f"{large}: is there\n{small}: is there\n"), ended.stderr
+
+
+# Hooks, and what is left of a release.
+
+
+def test_first_hook_fails_before_helms_timeout_so_that_helm_says_so():
+    helm_timeout_s = 300
+    job = release()["job-redis-password"]
+    assert "pre-install" in job["metadata"]["annotations"]["helm.sh/hook"]
+    assert job["spec"]["activeDeadlineSeconds"] < helm_timeout_s
