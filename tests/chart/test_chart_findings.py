@@ -1,10 +1,12 @@
 """The chart as a platform uses it: changes that must not restart a cluster, names, left-overs, pass-through values."""
 
+import re
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
+import helm_python
 import pytest
 
 from gammaray.deploy import serve_config
@@ -15,13 +17,16 @@ from tests.support.chart.chart_helpers import (
     ROLES,
     application,
     at,
+    chart,
     cluster,
     container,
     groups,
     merged,
     passing_pods,
     release,
+    render,
 )
+from tests.support.chart.manifest_schemas import check_release
 from tests.support.serve_helpers import schema_of
 
 CACHED = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
@@ -110,3 +115,22 @@ def test_first_hook_fails_before_helms_timeout_so_that_helm_says_so():
     job = release()["job-redis-password"]
     assert "pre-install" in job["metadata"]["annotations"]["helm.sh/hook"]
     assert job["spec"]["activeDeadlineSeconds"] < helm_timeout_s
+
+
+# Names.
+
+
+def test_names_that_kubernetes_or_kuberay_refuses_are_refused_before_anything_is_installed():
+    """Services may begin with a digit in Kubernetes 1.36; KubeRay's name must be a label of DNS-1035."""
+    for name in ("9lives", "a.b", "team-a.gammaray", "9gammaray"):
+        with pytest.raises(helm_python.HelmRenderError, match=f"fullnameOverride: needed.*{name}"):
+            render(name=name)
+        manifests = render({"fullnameOverride": "lives"}, name=name)
+        assert manifests["rayservice.yaml"]["metadata"]["name"] == "lives"
+        check_release({"fullnameOverride": "lives"})
+    for name in ("a", "gammaray", "a-1", "x" * 53):
+        shown = render(name=name)["rayservice.yaml"]["metadata"]["name"]
+        assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", shown)
+    for values in ({"fullnameOverride": "9lives"}, {"fullnameOverride": "A"}, {"nameOverride": "a.b"}):
+        with pytest.raises(helm_python.HelmValuesError, match=next(iter(values))):
+            chart().validate_schema(values)

@@ -5,7 +5,11 @@
 {{- if not (contains $name .Release.Name) -}}
 {{- $full = printf "%s-%s" .Release.Name $name -}}
 {{- end -}}
-{{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- $full = default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $full) -}}
+{{- fail (printf "fullnameOverride: needed, since %q cannot begin the names of Services and of the RayService: got release %q, allowed: a-z, 0-9 and -, from a letter on" $full .Release.Name) -}}
+{{- end -}}
+{{- $full -}}
 {{- end -}}
 
 {{/* Labels of every resource. */}}
