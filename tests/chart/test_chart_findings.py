@@ -14,6 +14,7 @@ from gammaray.errors import UnavailableError
 from orchestrator.app import orchestrator
 from services.serve.app import draft, target
 from tests.support.chart.chart_helpers import (
+    EVERYTHING,
     ROLES,
     application,
     at,
@@ -134,3 +135,13 @@ def test_names_that_kubernetes_or_kuberay_refuses_are_refused_before_anything_is
     for values in ({"fullnameOverride": "9lives"}, {"fullnameOverride": "A"}, {"nameOverride": "a.b"}):
         with pytest.raises(helm_python.HelmValuesError, match=next(iter(values))):
             chart().validate_schema(values)
+
+
+def test_no_manifest_has_an_empty_list_of_egress_which_the_server_would_drop():
+    """With it every upgrade changes the policy; `policyTypes` alone denies all egress."""
+    for values in (EVERYTHING, {"telemetry": {"jaeger": {"enabled": True}}}):
+        policies = {name: m["spec"] for name, m in render(values).items() if m["kind"] == "NetworkPolicy"}
+        assert all(spec.get("egress", [{}]) for spec in policies.values())
+        for name in ("redis", "jaeger"):
+            assert "Egress" in policies[f"networkpolicy-{name}.yaml"]["policyTypes"]
+            assert "egress" not in policies[f"networkpolicy-{name}.yaml"]
