@@ -16,6 +16,7 @@ from services.serve.app import draft, target
 from tests.support.chart.chart_helpers import (
     EVERYTHING,
     ROLES,
+    ROOT,
     application,
     at,
     chart,
@@ -145,3 +146,22 @@ def test_no_manifest_has_an_empty_list_of_egress_which_the_server_would_drop():
         for name in ("redis", "jaeger"):
             assert "Egress" in policies[f"networkpolicy-{name}.yaml"]["policyTypes"]
             assert "egress" not in policies[f"networkpolicy-{name}.yaml"]
+
+
+def test_what_outlives_a_release_has_the_label_by_which_the_docs_delete_it():
+    """`helm uninstall` leaves hooks, and claims and Secrets to keep."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    deleted = re.findall(r"kubectl -n gammaray delete (\S+) --selector (\S+)=gammaray ", page)
+    kinds = {kind for kinds, _ in deleted for kind in kinds.split(",")}
+    assert {label for _, label in deleted} == {"app.kubernetes.io/instance"}
+    for manifest in render(EVERYTHING).values():
+        metadata, policy = manifest["metadata"], "helm.sh/hook-delete-policy"
+        is_hook = "helm.sh/hook" in metadata.get("annotations", {})
+        is_kept = "helm.sh/resource-policy" in metadata.get("annotations", {})
+        if is_kept or (is_hook and manifest["kind"] in ("Job", "Pod")):
+            assert metadata["labels"]["app.kubernetes.io/instance"] == "demo"
+            assert {"PersistentVolumeClaim": "pvc"}.get(manifest["kind"], manifest["kind"].lower()) in kinds
+        elif is_hook:
+            assert "hook-succeeded" in metadata["annotations"][policy]
+    # `helm test --logs` reads the logs of a pod that has succeeded.
+    assert "hook-succeeded" not in render()["pod-test.yaml"]["metadata"]["annotations"][policy]
