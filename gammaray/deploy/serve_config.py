@@ -169,7 +169,7 @@ class _Arguments(BaseModel):
         deadline = time.monotonic() + _AFTER_TIMEOUT_S
         while missing := [str(path) for path in self.after if not path.exists()]:
             if time.monotonic() > deadline:
-                raise UnavailableError(f"a model was not downloaded within a day: {missing[0]} does not exist")
+                raise UnavailableError(f"model not downloaded within a day: {missing[0]} is missing")
             time.sleep(_AFTER_POLL_S)
 
 

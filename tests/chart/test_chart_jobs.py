@@ -15,7 +15,6 @@ import pytest
 from tests.support.chart.chart_helpers import (
     CHART,
     NAME,
-    ROLES,
     ROOT,
     at,
     container,

@@ -78,6 +78,7 @@ DIFFERENCES = [
     ({"redis": {"passwordSecret": {"name": "mine"}}}, OF_PASSWORD),
     ({"pods": {"disruptionBudget": {"enabled": False}}}, "pdb-draft pdb-orchestrator pdb-target"),
     ({"serviceAccount": {"create": False}}, "serviceaccount"),
+    ({"extraObjects": [{"kind": "Namespace"}]}, "extra-objects"),
 ]
 """Values, and the templates that they add to or remove from those of the defaults."""
 

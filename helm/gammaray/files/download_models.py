@@ -1,6 +1,6 @@
 """Downloads models into the Hugging Face cache: python download_models.py FOLDER MODEL...
 
-Once a model is complete, a file of its name marks it in FOLDER. A model with a mark is not updated, since workers read it.
+A file in FOLDER marks each complete model. A model with a mark is not updated, since workers read it.
 """
 
 import sys

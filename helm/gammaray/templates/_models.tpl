@@ -43,6 +43,10 @@ configuration, not in pods: another model must not change the RayCluster.
 
 {{/* The pod that downloads models. */}}
 {{- define "gammaray.downloadPod" -}}
+{{- include "gammaray.patchedPod" (dict "root" . "component" "models" "pod" (include "gammaray.ownDownloadPod" .)) -}}
+{{- end -}}
+
+{{- define "gammaray.ownDownloadPod" -}}
 {{- $pod := dict "root" . "component" "models" "user" 1000 "image" (include "gammaray.image" (dict "root" . "name" "orchestrator")) -}}
 {{- $values := include "gammaray.podValues" $pod | fromYaml -}}
 metadata: {{- include "gammaray.podMetadata" $pod | nindent 2 }}

@@ -66,7 +66,7 @@
 {{- $hosts = append $hosts (printf "%s.%s%s" $service $.Release.Namespace .) -}}
 {{- end -}}
 {{- if .Values.ingress.enabled -}}
-{{- $hosts = append $hosts .Values.ingress.httpHost -}}
+{{- $hosts = concat $hosts (include "gammaray.ingressHosts" (dict "root" . "kind" "http") | fromJsonArray) -}}
 {{- end -}}
 {{- if .Values.gateway.enabled -}}
 {{- $hosts = append $hosts .Values.gateway.httpHost -}}
