@@ -16,11 +16,13 @@ from gammaray.errors import UnavailableError
 from orchestrator.app import orchestrator
 from services.serve.app import draft, target
 from tests.support.chart.chart_helpers import (
+    CHART,
     COMPONENTS,
     EVERYTHING,
     NAME,
     ROLES,
     ROOT,
+    VARIANTS,
     application,
     at,
     chart,
@@ -39,6 +41,7 @@ from tests.support.chart.chart_helpers import (
 from tests.support.chart.manifest_schemas import check_release
 from tests.support.serve_helpers import schema_of
 
+DIGEST = "sha256:" + "0123456789abcdef" * 4
 CACHED = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
 BUILDERS = {"orchestrator": orchestrator, "draft": draft, "target": target}
 
@@ -377,3 +380,40 @@ def test_pods_without_a_sidecar_of_istio_are_those_of_the_docs():
     label = {"sidecar.istio.io/inject": "false"}
     for pod in every_pod(merged(EVERYTHING, {"pods": {"labels": label}})).values():
         assert pod["metadata"]["labels"].items() >= label.items()
+
+
+# Images.
+
+
+def test_versions_of_images_are_in_the_values_alone_and_the_docs_list_every_image_of_a_release():
+    page = (ROOT / "docs" / "install.md").read_text()
+    (pattern,) = re.findall(r"helm template .* grep -o '(.*?)'", page)
+    for values in VARIANTS.values():
+        texts = "\n".join(text for name, text in render_texts(values).items() if name != "NOTES.txt")
+        listed = {line.removeprefix(" image: ").strip('"') for line in re.findall(pattern, texts)}
+        used = {
+            entry["image"]
+            for pod in every_pod(values).values()
+            for entry in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", []))
+        }
+        assert listed == used
+    tagged = re.compile(r"[a-z]/?[a-z-]+:v?\d+[.]\d+")
+    for path in (CHART / "templates").iterdir():
+        assert not tagged.search(path.read_text()), path
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    version = re.search(r"instead of the chart's \((.*?)\)", page)[1]
+    assert defaults["redis"]["image"].startswith(f"redis:{version}.")
+    for path in ("redis image", "telemetry jaeger image", "telemetry collector image"):
+        assert f"`{path.replace(' ', '.')}`" in page
+        values = of_path(path, at(defaults, path).partition(":")[0] + f"@{DIGEST}")
+        chart().validate_schema(values)
+        assert DIGEST in str(every_pod(merged(EVERYTHING, values)))
+    for values in ({"tag": DIGEST}, {"orchestrator": {"tag": DIGEST}}):  # a digest has a value of its own
+        with pytest.raises(helm_python.HelmValuesError, match=r"tag.*does not match"):
+            chart().validate_schema({"image": values})
+
+
+def of_path(path, value):
+    for key in reversed(path.split()):
+        value = {key: value}
+    return value
