@@ -132,6 +132,26 @@ def test_first_hook_fails_before_helms_timeout_so_that_helm_says_so():
     assert job["spec"]["activeDeadlineSeconds"] < helm_timeout_s
 
 
+def test_what_the_docs_say_of_the_gateway_api_and_of_the_models_claim_is_so():
+    published = {"gateway": {"enabled": True, "parentRefs": [{"name": "shared"}]}}
+    timed = merged(published, {"gateway": {"requestTimeout": "60s"}})
+    (plain,), (limited,) = (
+        render(values)["httproute.yaml"]["spec"]["rules"] for values in (published, timed)
+    )
+    assert (plain.keys(), limited.keys() - plain.keys()) == ({"backendRefs"}, {"timeouts"})  # of version 1.2
+    own = {"size": "7Gi", "accessMode": "ReadWriteOnce", "storageClassName": "fast"}
+    claim = render(merged(CACHED, {"modelCache": own}))["pvc-models.yaml"]["spec"]
+    assert claim == {
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "fast",
+        "resources": {"requests": {"storage": "7Gi"}},
+    }
+    existing = merged(CACHED, {"modelCache": {**own, "existingClaim": "mine"}})
+    assert "pvc-models.yaml" not in render(existing)
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert all(f"`modelCache.{name}`" in page for name in (*own, "existingClaim"))
+
+
 # Names.
 
 
