@@ -13,7 +13,7 @@ ROLES = ("head", "orchestrator", "draft", "target")
 
 _OF_ALL_PODS = {
     *("annotations", "labels", "nodeSelector", "affinity", "tolerations", "priorityClassName"),
-    *("runtimeClassName", "runAsImageUser", "securityContext", "containerSecurityContext"),
+    *("runtimeClassName", "runAsImageUser", "securityContext", "containerSecurityContext", "patch"),
 }
 _OF_CLIENTS = {*_OF_ALL_PODS, "env", "volumes", "volumeMounts"}
 OVERRIDES = {

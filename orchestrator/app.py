@@ -109,4 +109,5 @@ def orchestrator(args: dict[str, Any]) -> Any:
     """Return the application of orchestrators."""
     given = OrchestratorArguments(**args)
     OrchestratorSettings(**given.settings)  # fails here: a replica would only log the error
+    given.wait()
     return build(given.settings, given.replicas, given.scaling)

@@ -5,6 +5,7 @@ The launcher and the Helm chart both use it, so that they deploy the same applic
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from gammaray.config import (
     at_least_one,
     parse_adapters,
 )
+from gammaray.errors import UnavailableError
 from gammaray.wire.metadata import APPLICATION
 
 _POLICIES = {
@@ -39,6 +41,8 @@ many only costs, and a new one may load its model for minutes."""
 
 SHRINK_MARGIN = 0.7
 """A replica is removed only if the load per remaining one is at most this share of the wanted load."""
+
+_AFTER_TIMEOUT_S, _AFTER_POLL_S = 24 * 3600.0, 2.0
 
 GRPC_SERVICERS: Final = ("orchestrator.api.grpc_handlers.add_generation_service",)
 """Servicers that Serve's gRPC options must name to expose the public API."""
@@ -154,6 +158,19 @@ class _Arguments(BaseModel):
 
     settings: dict[str, Any] = Field(description="Fields of the role's settings.")
     scaling: dict[str, Any] | None = Field(None, description="Fields of ScalingSettings; None: the defaults.")
+    after: tuple[Path, ...] = Field((), description="Files to wait for, which mark models as downloaded.")
+
+    def wait(self) -> None:
+        """Wait for the files of `after`; meanwhile Serve keeps the replicas of the previous configuration.
+
+        Raises:
+            UnavailableError: A file is missing after a day.
+        """
+        deadline = time.monotonic() + _AFTER_TIMEOUT_S
+        while missing := [str(path) for path in self.after if not path.exists()]:
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"model not downloaded within a day: {missing[0]} is missing")
+            time.sleep(_AFTER_POLL_S)
 
 
 class WorkerArguments(_Arguments):

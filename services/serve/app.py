@@ -137,4 +137,5 @@ def target(args: dict[str, Any]) -> Any:
 
 def _configured(role: str, args: dict[str, Any]) -> serve.Application:
     pool = WorkerArguments(**args)
+    pool.wait()
     return build(role, pool.settings, pool.workers, scaling=pool.scaling, one_per_node=True)

@@ -26,7 +26,6 @@ from orchestrator.launcher.redis_server import redis_binary
 from tests.support.chart.chart_helpers import (
     CHART,
     NAME,
-    ROLES,
     ROOT,
     at,
     container,
@@ -126,8 +125,8 @@ def hub(files):
 
 def download(values, folder, reply):
     """Run the download job in a folder; return how it ended, its mark, and its variables."""
-    command, mark = container(passing_pods(values)["models"])["command"], folder / "ready" / "mark"
-    moved = [str(mark) if part.startswith("/models/ready/") else part for part in command]
+    command, mark = container(passing_pods(values)["models"])["command"], folder / "ready" / "team--small"
+    moved = [str(mark.parent) if part == "/models/ready" else part for part in command]
     with scripted(reply) as (url, _):
         env = {"HF_HOME": str(folder), "HOME": str(folder), "HF_ENDPOINT": url}
         return run({"command": moved}, env=env), mark, env
@@ -160,25 +159,6 @@ def test_failed_download_leaves_no_mark(tmp_path):
     assert not mark.exists()
 
 
-def test_pods_that_need_models_wait_for_the_job(tmp_path):
-    job, pods = container(passing_pods(DOWNLOADS)["models"]), release(DOWNLOADS)
-    for role in ROLES:
-        waits = at(pods, f"pods {role} initContainers wait-for-models") if role != "head" else None
-        assert (at(pods, f"env {role} HF_HUB_OFFLINE") is None) is (role == "head")
-        if role == "head":
-            assert "initContainers" not in pods["pods"][role]
-            continue
-        assert waits["image"] == pods["containers"][role]["image"]
-        assert waits["command"][-1] == job["command"][-3]
-        assert {"name": "models", "mountPath": "/models", "readOnly": True} in waits["volumeMounts"]
-    program, seconds, *rest = waits["command"]
-    assert (program, seconds) == ("timeout", "7200")
-    command = [program, "1", *rest[:-1], str(tmp_path / "mark")]
-    assert subprocess.run(command, timeout=60).returncode == 124
-    (tmp_path / "mark").touch()
-    assert subprocess.run(command, timeout=60).returncode == 0
-
-
 def test_download_job_exists_only_for_hub_models_in_a_shared_volume():
     for values, models in (
         ({"models": {"target": "team/large"}}, ["team/large"]),
@@ -205,8 +185,6 @@ def test_changed_models_images_and_placement_change_the_name_of_the_job():
     variants = [merged(DOWNLOADS, change) for change in changes]
     names = {render(values)["job-models.yaml"]["metadata"]["name"] for values in variants}
     assert len(names) == len(variants)
-    marks = {container(passing_pods(values)["models"])["command"][3] for values in variants}
-    assert len(marks) == 2  # a new image finds the models that are there
 
 
 def test_head_is_alive_only_if_its_node_and_its_control_service_respond():

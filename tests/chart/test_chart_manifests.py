@@ -73,6 +73,7 @@ DIFFERENCES = [
     ({"redis": {"passwordSecret": {"name": "mine"}}}, OF_PASSWORD),
     ({"pods": {"disruptionBudget": {"enabled": False}}}, "pdb-draft pdb-orchestrator pdb-target"),
     ({"serviceAccount": {"create": False}}, "serviceaccount"),
+    ({"extraObjects": [{"kind": "Namespace"}]}, "extra-objects"),
 ]
 """Values, and the templates that they add to or remove from those of the defaults."""
 
@@ -257,7 +258,7 @@ def test_every_string_stays_a_string(variant, with_empty):
 
 def test_names_of_release_and_namespace_stay_strings_and_whole_numbers_whole():
     """Templates print numbers from 1,000,000 on as 1e+06, which Kubernetes refuses for a whole number."""
-    texts = chart().render({**EVERYTHING, "nameOverride": "123"}, name="123", namespace="456")
+    texts = chart().render({**EVERYTHING, "fullnameOverride": "g123"}, name="123", namespace="456")
     for text in (text for path, text in texts.items() if text.strip() and "NOTES" not in path):
         check(read_yaml(text))
         assert read_yaml(text)["metadata"]["labels"]["app.kubernetes.io/instance"] == "123"

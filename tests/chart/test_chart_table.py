@@ -116,8 +116,7 @@ OF_EVERYTHING = {
     "containers draft readinessProbe tcpSocket": {"port": WORKER_PORT},  # needs no certificate
     "containers draft readinessProbe grpc": None,
     "env target HF_TOKEN": secret("hugging-face", "token"),
-    "pods target initContainers 0 name": "wait-for-models",
-    "pods target initContainers 1 name": "prepare",
+    "pods target initContainers 0 name": "prepare",
     "args orchestrator settings max_gamma": 6,
     "args draft settings draft_ahead": False,
     "pod-test metadata annotations helm.sh/hook": "test",

@@ -29,8 +29,8 @@
     secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
 {{- end }}
 {{- end }}
-{{- if and (include "gammaray.downloads" .root) (ne .component "head") }}
-# A Job has downloaded the models.
+{{- if and $values.modelCache.enabled $values.modelCache.download.enabled (ne .component "head") }}
+# A Job downloads the models.
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}

@@ -5,16 +5,20 @@
 {{- if not (contains $name .Release.Name) -}}
 {{- $full = printf "%s-%s" .Release.Name $name -}}
 {{- end -}}
-{{- default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- $full = default $full .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $full) -}}
+{{- fail (printf "fullnameOverride: needed, since %q cannot begin the names of Services and of the RayService: got release %q, allowed: a-z, 0-9 and -, from a letter on" $full .Release.Name) -}}
+{{- end -}}
+{{- $full -}}
 {{- end -}}
 
 {{/* Labels of every resource. */}}
 {{- define "gammaray.labels" -}}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" | quote }}
-app.kubernetes.io/name: {{ .Chart.Name | quote }}
-app.kubernetes.io/instance: {{ .Release.Name | quote }}
-app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+{{- $chart := printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" -}}
+{{- $labels := dict "helm.sh/chart" $chart "app.kubernetes.io/name" .Chart.Name "app.kubernetes.io/instance" .Release.Name -}}
+{{- $_ := set $labels "app.kubernetes.io/version" (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- $_ := set $labels "app.kubernetes.io/managed-by" .Release.Service -}}
+{{- merge $labels .Values.commonLabels | toYaml -}}
 {{- end -}}
 
 {{/*

@@ -13,36 +13,40 @@
 {{- toJson $models -}}
 {{- end -}}
 
-{{/* "true" if a Job downloads models into the shared cache before other pods start. */}}
+{{/* "true" if a Job downloads models into the shared cache, which Serve waits for. */}}
 {{- define "gammaray.downloads" -}}
 {{- if and .Values.modelCache.enabled .Values.modelCache.download.enabled (include "gammaray.hubModels" . | fromJsonArray) -}}
 true
 {{- end -}}
 {{- end -}}
 
-{{/* Path of the file that marks the download of these models as complete. */}}
-{{- define "gammaray.modelsMark" -}}
-/models/ready/{{ include "gammaray.hubModels" . | sha256sum | trunc 16 }}
+{{/*
+JSON list of the marks that the Job writes for the models of a role: (dict "root" $ "role" name). They are in the Serve
+configuration, not in pods: another model must not change the RayCluster.
+*/}}
+{{- define "gammaray.modelMarks" -}}
+{{- $marks := list -}}
+{{- if include "gammaray.downloads" .root -}}
+{{- $names := list .root.Values.models.target -}}
+{{- if eq .role "draft" -}}
+{{- $names = append $names .root.Values.models.draft -}}
 {{- end -}}
-
-{{/* Init container of a Ray pod that waits for that file: (dict "root" $ "component" name "image" reference). */}}
-{{- define "gammaray.waitForModels" -}}
-- name: wait-for-models
-  {{- /* With the resources of the pod's container, which no limit range rejects, and without GPUs. */}}
-  {{- include "gammaray.container" (omit . "gpus") | nindent 2 }}
-  command:
-    - timeout
-    - {{ .root.Values.modelCache.download.timeoutSeconds | int64 | quote }}
-    - sh
-    - -c
-    - until [ -e "$0" ]; do sleep 2; done
-    - {{ include "gammaray.modelsMark" .root }}
-  volumeMounts:
-    - {name: models, mountPath: /models, readOnly: true}
+{{- $downloaded := include "gammaray.hubModels" .root | fromJsonArray -}}
+{{- range uniq $names -}}
+{{- if has . $downloaded -}}
+{{- $marks = append $marks (printf "/models/ready/%s" (replace "/" "--" .)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $marks -}}
 {{- end -}}
 
 {{/* The pod that downloads models. */}}
 {{- define "gammaray.downloadPod" -}}
+{{- include "gammaray.patchedPod" (dict "root" . "component" "models" "pod" (include "gammaray.ownDownloadPod" .)) -}}
+{{- end -}}
+
+{{- define "gammaray.ownDownloadPod" -}}
 {{- $pod := dict "root" . "component" "models" "user" 1000 "image" (include "gammaray.image" (dict "root" . "name" "orchestrator")) -}}
 {{- $values := include "gammaray.podValues" $pod | fromYaml -}}
 metadata: {{- include "gammaray.podMetadata" $pod | nindent 2 }}
@@ -56,7 +60,7 @@ spec:
         - python
         - -c
         - {{ .Files.Get "files/download_models.py" | quote }}
-        - {{ include "gammaray.modelsMark" . }}
+        - /models/ready
         {{- range include "gammaray.hubModels" . | fromJsonArray }}
         - {{ . | quote }}
         {{- end }}

@@ -28,7 +28,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Metadata and beginning of the spec of a component's policy: (dict "root" $ "component" name "closed" bool). */}}
+{{/* Metadata and beginning of the spec of a component's policy: (dict "root" $ "component" name), optional "closed": it opens no connections. */}}
 {{- define "gammaray.policy" -}}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -39,10 +39,6 @@ spec:
   podSelector:
     matchLabels: {{- include "gammaray.selector" . | nindent 6 }}
   policyTypes: [Ingress{{ if .closed }}, Egress{{ end }}]
-  {{- if .closed }}
-  # It opens no connections.
-  egress: []
-  {{- end }}
 {{- end -}}
 
 {{/* Egress rules to destinations outside the release: DNS and the rules in the values. */}}

@@ -13,7 +13,7 @@ The result is YAML.
 {{- define "gammaray.podMetadata" -}}
 {{- $values := include "gammaray.podValues" . | fromYaml -}}
 {{- $selector := include "gammaray.selector" . | fromYaml -}}
-labels: {{- merge $selector (.labels | default dict) ($values.labels | default dict) | toYaml | nindent 2 }}
+labels: {{- merge $selector (.labels | default dict) ($values.labels | default dict) (omit .root.Values.commonLabels "app.kubernetes.io/name") | toYaml | nindent 2 }}
 {{- with merge (.annotations | default dict) ($values.annotations | default dict) }}
 annotations: {{- toYaml . | nindent 2 }}
 {{- end }}

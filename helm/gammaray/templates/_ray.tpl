@@ -9,6 +9,9 @@
 {{- $bundled := not .Values.redis.urlSecret.name -}}
 {{- if $given.redisAddress -}}
 redisAddress: {{ $given.redisAddress | quote }}
+{{- with $given.username }}
+redisUsername: {value: {{ . | quote }}}
+{{- end }}
 {{- with $given.passwordSecret }}
 {{- if .name }}
 redisPassword:
@@ -16,6 +19,8 @@ redisPassword:
     secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}
 {{- end }}
 {{- end }}
+{{- else if $given.username -}}
+{{- fail "ray.faultTolerance.username: needs ray.faultTolerance.redisAddress" -}}
 {{- else if $bundled -}}
 redisAddress: {{ include "gammaray.fullname" . | printf "%s-redis:6379" | quote }}
 redisPassword:

@@ -12,6 +12,10 @@ max-worker-port: "19999"
 
 {{/* A Ray pod: (dict "root" $ "component" name "image" image "gpus" number "ports" list "readiness" probe). */}}
 {{- define "gammaray.rayPod" -}}
+{{- include "gammaray.patchedPod" (dict "root" .root "component" .component "pod" (include "gammaray.ownRayPod" .)) -}}
+{{- end -}}
+
+{{- define "gammaray.ownRayPod" -}}
 {{- $values := include "gammaray.podValues" . | fromYaml -}}
 {{- $root := .root -}}
 {{- /* Only Ray's autoscaler, a container in the head's pod, calls the Kubernetes API. */ -}}
@@ -30,15 +34,8 @@ spec:
       labelSelector:
         matchLabels: {{- include "gammaray.selector" . | nindent 10 }}
   {{- end }}
-  {{- $waits := and (include "gammaray.downloads" $root) (ne .component "head") }}
-  {{- if or $waits $values.initContainers }}
-  initContainers:
-    {{- if $waits }}
-    {{- include "gammaray.waitForModels" $pod | nindent 4 }}
-    {{- end }}
-    {{- with $values.initContainers }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+  {{- with $values.initContainers }}
+  initContainers: {{- toYaml . | nindent 4 }}
   {{- end }}
   containers:
     - name: ray-{{ .component }}

@@ -47,6 +47,9 @@
 {{- $settings = mergeOverwrite $settings (dict "tls_dir" "/etc/gammaray/tls") -}}
 {{- end -}}
 {{- $_ := set $args "settings" (mergeOverwrite $settings $values.settings) -}}
+{{- with include "gammaray.modelMarks" (dict "root" $ "role" $role) | fromJsonArray -}}
+{{- $_ := set $args "after" . -}}
+{{- end -}}
 {{- if ne (toString $values.workers) "0" -}}
 {{- $applications = append $applications $application -}}
 {{- end -}}
@@ -63,7 +66,7 @@
 {{- $hosts = append $hosts (printf "%s.%s%s" $service $.Release.Namespace .) -}}
 {{- end -}}
 {{- if .Values.ingress.enabled -}}
-{{- $hosts = append $hosts .Values.ingress.httpHost -}}
+{{- $hosts = concat $hosts (include "gammaray.ingressHosts" (dict "root" . "kind" "http") | fromJsonArray) -}}
 {{- end -}}
 {{- if .Values.gateway.enabled -}}
 {{- $hosts = append $hosts .Values.gateway.httpHost -}}

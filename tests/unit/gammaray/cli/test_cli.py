@@ -253,7 +253,7 @@ def test_status_json_has_the_documented_shape(run):
 
 
 def test_status_table_lists_every_process(run):
-    lines = run('status').stdout.splitlines()
+    lines = run("status").stdout.splitlines()
     names = "ROLE PID ADDRESS MODEL HEALTHY SESSIONS METRICS KERNEL VERSION CLOCK"
     assert lines[0].split() == names.split()
     assert lines[1].split()[:8] == ["orchestrator", "11", "127.0.0.1:1", "demo", "yes", "2", "-", "-"]
