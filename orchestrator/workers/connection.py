@@ -45,9 +45,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 5_000),
     # A stopped process or a lost machine is detected after the sum of the two. gRPC itself answers the pings,
     # so a worker in a long computation still answers.
-    ("grpc.keepalive_time_ms", 300),
-    ("grpc.keepalive_timeout_ms", 600),
-    ("grpc.http2.ping_timeout_ms", 600),  # for the answer; 60 s by default
+    ("grpc.keepalive_time_ms", 250),
+    ("grpc.keepalive_timeout_ms", 500),
+    ("grpc.http2.ping_timeout_ms", 500),  # for the answer; 60 s by default
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", -1),

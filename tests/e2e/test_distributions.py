@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from orchestrator.launcher.preflight import free_ports
 from services.engine.native.build import VARIANTS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("gammaray", "orchestrator", "services", "pyproject.toml", "LICENSE", "docs/pypi.md")

@@ -53,6 +53,7 @@ def raylet_and_guardian(process):
     return None
 
 
+@pytest.mark.nightly
 def test_architecture_that_is_not_supported_is_refused_with_the_reason(tmp_path):
     folder = tmp_path / "target"
     shutil.copytree(TARGET_DIR, folder)
@@ -62,6 +63,7 @@ def test_architecture_that_is_not_supported_is_refused_with_the_reason(tmp_path)
     assert "cannot be served" in complaint
 
 
+@pytest.mark.nightly
 def test_setting_that_a_worker_refuses_ends_the_start_with_its_words():
     complaint = refuse("--engine", "native", "--dtype", "bfloat16", timeout_s=180)
     assert complaint.startswith("gammaray: engine: got native, allowed: auto or transformers for ")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly]
 
 SMALL = ("--num-prompts", "1", "--tokens", "24", "--gammas", "4", "--temperatures", "0")
 

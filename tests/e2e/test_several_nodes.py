@@ -14,7 +14,7 @@ import pytest
 
 from gammaray import AsyncClient
 
-pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(1500), pytest.mark.nightly]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "cluster" / "several_nodes.py"
 START_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 360.0, 60.0, 120.0

@@ -74,7 +74,9 @@ class Host:
         self.cable.stdin.flush()
 
     def pids(self) -> list[int]:
-        return list(map(int, _ip("netns", "pids", self.namespace).split()))
+        """Return the processes of the host, without that of its cable."""
+        found = map(int, _ip("netns", "pids", self.namespace).split())
+        return [pid for pid in found if pid != self.cable.pid]
 
     def cut_power(self) -> None:
         """End every process at once, without a word to its peers."""

@@ -10,7 +10,7 @@ from orchestrator.api.http.server.app import create_app
 from tests.support.audit_helpers import FAULTS, Proxy, listening
 from tests.support.workers.service_helpers import running
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.nightly]
 
 OTHERS = [name for name in CHECKS if name not in ("law", "independence")]
 TOGETHER = (

@@ -77,6 +77,7 @@ def test_training_process_of_a_killed_worker_ends(tmp_path):
 NUM_TOKENS, LIMIT_S = 48, 240
 
 
+@pytest.mark.nightly
 def test_serving_never_notices_and_the_next_process_goes_on(tmp_path, monkeypatch):
     target = tiny_target(tmp_path / "target")
     drafter = new_head(tmp_path / "drafter", target)

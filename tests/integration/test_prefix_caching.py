@@ -92,6 +92,7 @@ async def test_prefix_caching_can_be_disabled(redis_server, workers):
     assert usage.cached_tokens == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_the_next_request_goes_to_the_worker_that_has_its_prompt(redis_server, workers):
     target, draft = workers

@@ -282,6 +282,7 @@ async def test_http_answers_have_receipts(orchestrator, checker, keys_file, path
     assert "receipt" not in stored.get("gammaray", {})
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_check_command_judges_a_file(honest, keys_file, tmp_path):
     key = read_receipt_keys(keys_file)[-1]

@@ -143,6 +143,7 @@ REQUEST = GenerationRequest(
 )
 
 
+@pytest.mark.nightly
 async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch, tmp_path):
     with running_redis() as redis, receiving() as (endpoint, receiver):
         for name, value in _environment(endpoint).items():

@@ -24,7 +24,7 @@ def simulate(*options: str, timeout_s: float = TIMEOUT_S) -> subprocess.Complete
     ("seeds", "count"),
     [
         ("0:12", 12),
-        pytest.param("12:200", 188, marks=pytest.mark.slow),
+        pytest.param("12:200", 188, marks=[pytest.mark.slow, pytest.mark.nightly]),
         # Failed once: Redis was out of memory; a step failed as another process of the client resumed.
         pytest.param("372,2316,3743", 3, marks=pytest.mark.slow),
     ],
@@ -36,6 +36,7 @@ def test_no_schedule_loses_repeats_or_changes_a_token(seeds, count):
     assert "\n0 failed" in run.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.integration
 def test_a_seed_gives_one_schedule():
@@ -49,6 +50,7 @@ def test_mutants_change_the_product():
         compile(edited(name), name, "exec")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(TIMEOUT_S)

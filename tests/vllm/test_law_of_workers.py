@@ -19,7 +19,7 @@ from tests.support.workers.process_helpers import spawned
 from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.service_helpers import complete, running, tokens_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.statistical, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.statistical, pytest.mark.timeout(400), pytest.mark.nightly]
 
 PROMPT = (455, 832, 63, 1123, 8, 508, 309, 273, 334, 221)
 ALLOWED = (337, 996, 85, 663, 49, 62)

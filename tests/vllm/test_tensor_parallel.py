@@ -103,6 +103,7 @@ def ranks_of(children):
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(START_TIMEOUT_S)
 def test_sigkill_of_a_rank_ends_the_worker_with_exit_1_and_no_process_stays(worker):
     process, children = worker
@@ -114,6 +115,7 @@ def test_sigkill_of_a_rank_ends_the_worker_with_exit_1_and_no_process_stays(work
     assert not alive
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(START_TIMEOUT_S)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_worker_leaves_no_process(worker, signum):

@@ -99,7 +99,7 @@ def noisy(folder: Path, head: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_kept_states_and_drafts_of_a_version_are_those_of_the_cpu_engine(ranks, tmp_path, monkeypatch):
     """States of prompts in one and in several chunks, and of text beside rejected proposals, to the end."""
     target = heads.random_target(tmp_path / "target")
@@ -145,6 +145,7 @@ def last_version(scheduler: Any) -> int:
     return task.proposal.version
 
 
+@pytest.mark.nightly
 def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, target):
     right = right_head(tmp_path / "right", target, NUM_OUTPUTS)
     wrong = useless(tmp_path / "wrong", right, target)
@@ -181,6 +182,7 @@ def test_poisoned_and_damaged_versions_are_rolled_back_without_a_hand(tmp_path, 
             scheduler.engine.load_head(str(target))  # no head: what is published is checked before
 
 
+@pytest.mark.nightly
 def test_tenants_are_not_learnt_from(tmp_path, target):
     """Their sessions would draft with what was trained on another tenant's."""
     folder = LearningFolder(tmp_path / "learn")

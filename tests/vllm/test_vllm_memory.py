@@ -32,6 +32,7 @@ def allocated_bytes() -> int:
     return found.uordblks + found.hblkhd
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", [VerificationMethod.COUPLED, VerificationMethod.BLOCK])
 def test_ended_sessions_hold_no_memory(scheduler, method):
     rng = random.Random(1)

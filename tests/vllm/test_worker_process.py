@@ -20,7 +20,7 @@ from tests.support.workers.redis_helpers import running_redis, wait_until
 from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, running, tokens_of
 from tests.support.workers.workers_helpers import Link, verify_block
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 EXIT_TIMEOUT_S = 60
 OPTIONS = ("--model", "demo", "--engine", "vllm", "--cache-budget-mb", 128, "--max-batch-tokens", 64)

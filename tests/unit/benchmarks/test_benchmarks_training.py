@@ -47,6 +47,7 @@ def test_grow_starts_as_the_same_function():
     torch.testing.assert_close(_logits(model), _logits(source))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_train_all_stages_learns_and_exports_a_target_that_loads(work):
     reports: list[str] = []

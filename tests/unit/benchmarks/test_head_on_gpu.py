@@ -112,6 +112,7 @@ def test_a_window_has_the_states_and_labels_of_its_part(target):
     assert whole.labels[kept][order].equal(part.labels[other])
 
 
+@pytest.mark.nightly
 def test_training_raises_what_is_measured(target):
     _, talks = written(target)
     teacher = Teacher(target, TAPS)
@@ -126,6 +127,7 @@ def test_training_raises_what_is_measured(target):
     assert after["greedy"][0] > before["greedy"][0]
 
 
+@pytest.mark.nightly
 def test_the_program_writes_a_head_that_it_trains_further(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "target"
     shutil.copytree(TARGET_DIR, folder)

@@ -9,6 +9,7 @@ from gammaray.audit.subject import Subject, default_prompts
 from tests.support.audit_helpers import MATRIX, Proxy, listening
 from tests.support.tiny_server import tiny_server
 
+LONG = ("bias", "json-schema", "law", "max-tokens", "penalties", "seed", "stop")
 # Without a forward pass over a given text, the tiny server's log-probabilities cannot be compared with one.
 ALL = [name for name in CHECKS if name not in ("law", "probabilities")]
 
@@ -24,7 +25,7 @@ async def results(url, names, seed=1):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, 1001])
+@pytest.mark.parametrize("seed", [1, pytest.param(1001, marks=pytest.mark.nightly)])
 async def test_honest_server_passes_in_every_way(seed):
     async with listening(tiny_server()) as url, Proxy(url, []).running() as proxied:
         found = await results(proxied, ALL, seed)
@@ -35,7 +36,13 @@ async def test_honest_server_passes_in_every_way(seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("check", sorted({fault.check for fault in MATRIX.values()}))
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=[pytest.mark.nightly] * (check in LONG))
+        for check in sorted({fault.check for fault in MATRIX.values()})
+    ],
+)
 async def test_faults_of_each_parameter_and_way_are_found_by_its_check(check):
     missed = {}
     async with listening(tiny_server()) as url:

@@ -209,6 +209,7 @@ save_file({"logits": logits.contiguous()}, sys.argv[1])
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_drafter_of_the_hub_in_shards_is_loaded_as_its_directory_is(source, tmp_path):
     drafter = make_drafter(source, tmp_path / "d", draft_vocab_size=40, shares_embedding=True)

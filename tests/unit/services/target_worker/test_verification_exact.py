@@ -207,6 +207,7 @@ class FixedLogits:
         return self._logits
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize(("p", "q"), [(1 / 3, 2 / 3), (1 / 2, 0.9)])

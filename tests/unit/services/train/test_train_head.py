@@ -18,7 +18,7 @@ from services.train.head import TrainableHead
 from services.train.run import run
 from tests.support.train_helpers import losses, make_task, overlaps, run_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 NUM_LAYERS = 16
 TAPS = (2, 8, 13, NUM_LAYERS)
