@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "helm
 
 HERE = r"gammaray keys\b"
 """Run as they stand, in a folder of their own."""
-RENDERED = r"helm (install|upgrade|diff upgrade) "
+RENDERED = r"helm (install|upgrade|diff upgrade|template) "
 """Rendered with the chart and the values that they name, by Helm's own code."""
 WITH_KUBECTL = r"kubectl -n gammaray create secret "
 """Compared with the Secrets that the chart's values name."""
