@@ -279,4 +279,4 @@ def _reason(error: Exception) -> str:
         return str(error) or type(error).__name__
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer within {INFO_TIMEOUT_S:g} s"
-    return error.details() or error.code().name
+    return str(error.details() or error.code().name)
