@@ -56,7 +56,11 @@ CONSTRAINED = ["--constraints", "constraints.txt", *OF_A_CLUSTER]
 OF_VLLM = extras("worker", "orchestrator", "vllm")
 CASES = [
     *((python, platform, OF_A_CLUSTER) for python in PYTHONS for platform in PLATFORMS),
-    *((python, platform, OF_VLLM) for python in PYTHONS for platform in VLLM_PLATFORMS),
+    *(
+        pytest.param(python, platform, OF_VLLM, marks=pytest.mark.nightly)
+        for python in PYTHONS
+        for platform in VLLM_PLATFORMS
+    ),
     *((python, PLATFORMS[0], CONSTRAINED) for python in ("3.11", "3.12")),  # of development and images
 ]
 
