@@ -105,6 +105,7 @@ def test_helm_test_passes(addresses):
     assert "/v1/completions: '" in ended.stdout
 
 
+@pytest.mark.nightly
 def test_orchestrators_follow_their_requests(addresses):
     """Two for a while, one again; every stream has the tokens of plain decoding."""
 
