@@ -14,17 +14,15 @@ from benchmarks.clients.environments import ensure_environment, pinned_version
 from benchmarks.clients.programs import PROGRAMS, ClientError, Program, Server
 from benchmarks.cluster import run_or_exit, running_cluster
 from benchmarks.provenance import make_parser, write_result
-from gammaray.demo_pair import DEMO_PAIR
 from services.demo_pair import TARGET_DIR
 
 
-async def measure(programs: list[Program], target: str) -> list[dict[str, Any]]:
-    """Run the programs one after another against one cluster of a target; return a row for each."""
+async def measure(programs: list[Program]) -> list[dict[str, Any]]:
+    """Run the programs one after another against one cluster; return a row for each."""
     for client in sorted({program.client for program in programs}):
         ensure_environment(client)
-    async with running_cluster("--target", target) as cluster:
-        folder = TARGET_DIR if target == DEMO_PAIR else Path(target)
-        server = Server(cluster.http_address, target, folder)
+    async with running_cluster() as cluster:
+        server = Server(cluster.http_address, "demo", TARGET_DIR)
         return [await asyncio.to_thread(_row, program, server) for program in programs]
 
 
@@ -60,21 +58,17 @@ def main() -> int:
     parser = make_parser(__doc__)
     names = sorted({program.client for program in PROGRAMS})
     parser.add_argument("clients", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default all")
-    parser.add_argument(
-        "--target", default=DEMO_PAIR, help="model directory; Codex wants a model that ends its answers"
-    )
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.clients) - set(names)):
         parser.error(f"no client {', '.join(unknown)}; there are {', '.join(names)}")
     programs = [one for one in PROGRAMS if one.client in (arguments.clients or names)]
     try:
-        rows = run_or_exit(measure(programs, arguments.target))
+        rows = run_or_exit(measure(programs))
     except (subprocess.CalledProcessError, OSError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
     print(table(rows))
-    result = {"target": arguments.target, "clients": rows}
-    print(f"written: {write_result('clients', result, arguments.out)}", file=sys.stderr)
+    print(f"written: {write_result('clients', {'clients': rows}, arguments.out)}", file=sys.stderr)
     return 0 if all("error" not in row and row["succeeded"] == row["total"] > 0 for row in rows) else 1
 
 
