@@ -4,13 +4,10 @@ import pytest
 
 from tests.hosts.cluster import running
 from tests.hosts.faults import FAULTS, suffer
-from tests.hosts.network import missing
 
-reason = missing()
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.kills,
-    pytest.mark.skipif(bool(reason), reason=reason),
     pytest.mark.timeout(600),
 ]
 

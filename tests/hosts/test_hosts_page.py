@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.cluster import START_S
-from tests.hosts.network import Network, missing
+from tests.hosts.network import Network
 from tests.support.docs_commands import ROOT
 
-reason = missing()
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.kills,
     pytest.mark.needs("redis-server"),
-    pytest.mark.skipif(bool(reason), reason=reason),
     pytest.mark.timeout(600),
 ]
 

@@ -11,7 +11,7 @@ import gammaray
 from gammaray.config import ClusterSettings
 from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError
-from orchestrator.launcher.preflight import check_port, check_workers, worker_cores, worker_gpus
+from orchestrator.launcher.preflight import check_host, check_port, check_workers, worker_cores, worker_gpus
 
 ROOT = Path(gammaray.__file__).parents[1]
 
@@ -112,3 +112,21 @@ def test_launcher_refuses_before_anything_slow_is_imported():
 )
 def test_worker_cores_are_disjoint_or_none(cores, num_targets, num_drafts, threads, wanted):
     assert worker_cores(cores, num_targets, num_drafts, threads) == wanted
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_host_at_which_the_proxy_reaches_its_replicas_is_taken(host):
+    check_host(host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "192.0.2.1"])
+def test_other_host_is_refused(host):
+    with pytest.raises(InvalidArgumentError, match=f"host: got {host}, allowed: 127.0.0.1, or 0.0.0.0"):
+        check_host(host)
+
+
+def test_orchestrators_alone_have_no_workers_and_need_a_redis():
+    cluster = ClusterSettings(target_workers="0", redis_url="redis://127.0.0.1")
+    assert (cluster.target_workers.maximum, cluster.draft_workers.maximum) == (0, 0)
+    with pytest.raises(InvalidArgumentError, match="target_workers: got 0, allowed: at least 1"):
+        ClusterSettings(target_workers="0")
