@@ -198,6 +198,7 @@ async def test_prepared_proposals_are_taken_and_change_no_token(redis_server, pu
     pusher.push = right
     async with scripted("target", **DEMO) as target:
         plain, _ = await tokens_and_summary(redis_server, target, [], 0)
+        target.delay_s = 0.1  # a proposal ahead is there before the outcome that it is for
         tokens, summary = await tokens_and_summary(redis_server, target, [pusher], GAMMA)
     assert tokens == plain
     assert summary.fallback_cycles == 0
