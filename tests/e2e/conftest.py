@@ -10,7 +10,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support.cluster.cluster_helpers import running_cluster
 from tests.support.otlp_receiver import receiving
 
-OWN_CLUSTERS = ("test_distributions", "test_lifecycle", "test_trust", "test_smoke")
+OWN_CLUSTERS = ("test_distributions", "test_lifecycle", "test_trust", "test_served_drafters", "test_smoke")
 """Files whose tests have clusters of their own, those that take longest first."""
 
 
