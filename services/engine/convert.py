@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from gammaray.errors import GammarayError, InvalidArgumentError
 from services.engine.core.checkpoint import check_loading
@@ -40,14 +43,18 @@ def convert(path: str, directory: Path) -> None:
         raise InvalidArgumentError("directory", str(directory), "a directory that does not exist")
     reader = _reader(path)
     # transformers would prefer a tokenizer next to the file over the one that the file contains.
-    with TemporaryDirectory(prefix="gammaray-gguf-") as empty:
+    with TemporaryDirectory(prefix="gammaray-gguf-") as empty, _read_once(reader):
         source = {"pretrained_model_name_or_path": empty, "gguf_file": str(Path(path).absolute())}
         module = _module(path, source)
         tokenizer = AutoTokenizer.from_pretrained(**source)
-    _check_nothing_ignored(path, reader, module)
-    if ends := {_value(reader, f"tokenizer.ggml.{name}") for name in _END_TOKENS} - {None}:
-        assert module.generation_config is not None
-        module.generation_config.eos_token_id = sorted(ends)
+        _check_nothing_ignored(path, reader, module)
+        if ends := {_value(reader, f"tokenizer.ggml.{name}") for name in _END_TOKENS} - {None}:
+            assert module.generation_config is not None
+            module.generation_config.eos_token_id = sorted(ends)
+        _write(directory, module, tokenizer)
+
+
+def _write(directory: Path, module: PreTrainedModel, tokenizer: Any) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         folder = Path(scratch) / directory.name
@@ -62,9 +69,39 @@ def _reader(path: str) -> Any:
     try:
         from gguf import GGUFReader  # of the extra `gguf`
 
-        return GGUFReader(path)
+        class Reader(GGUFReader):
+            """Slices a plain view of the mapped file: slicing a `numpy.memmap` takes ten times as long."""
+
+            @property
+            def data(self) -> Any:
+                return self._view
+
+            @data.setter
+            def data(self, mapped: Any) -> None:
+                self._view = np.asarray(mapped)
+
+        return Reader(path)
     except Exception as error:  # its kind depends on the damage
         raise InvalidArgumentError("file", path, f"a GGUF file that can be read ({error})") from None
+
+
+@contextmanager
+def _read_once(reader: Any) -> Iterator[None]:
+    """Let transformers take the reader of the file, which it would read three times.
+
+    A vocabulary of 150,000 tokens takes many seconds each time. Of its progress bars, that of tensors stays.
+    """
+    import gguf
+
+    usual, has_bars = gguf.GGUFReader, transformers_logging.is_progress_bar_enabled()
+    gguf.GGUFReader = lambda path: reader
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = usual
+        if has_bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _value(reader: Any, key: str) -> Any:
