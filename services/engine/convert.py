@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from gammaray.errors import GammarayError, InvalidArgumentError
 from services.engine.core.checkpoint import check_loading
@@ -91,17 +91,17 @@ def _read_once(reader: Any) -> Iterator[None]:
 
     A vocabulary of 150,000 tokens takes many seconds each time. Of its progress bars, that of tensors stays.
     """
-    import gguf
-
-    usual, has_bars = gguf.GGUFReader, transformers_logging.is_progress_bar_enabled()
+    gguf: Any = import_module("gguf")
+    bars = import_module("transformers.utils.logging")
+    usual, has_bars = gguf.GGUFReader, bars.is_progress_bar_enabled()
     gguf.GGUFReader = lambda path: reader
-    transformers_logging.disable_progress_bar()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         gguf.GGUFReader = usual
         if has_bars:
-            transformers_logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 def _value(reader: Any, key: str) -> Any:
