@@ -127,7 +127,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         block.is_notice = True
         self._fill(session, block)
         self._num_known = self._base_position
-        self._prepared.expect(session.epoch, self._base_position)
+        self._prepared.expect(session.epoch, session.token_ids)
         if session.calls is not None:
             session.calls(link.role, link.address).notified(block)
         link.tell(block)
@@ -173,7 +173,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         max_context = link.info.max_context if link.info is not None else 0
         asked = shape.clipped(max_context - session.num_committed)
         if asked.depth > 0:
-            self._prepared.expect(session.epoch, session.num_committed)
+            self._prepared.expect(session.epoch, session.token_ids)
         return asked
 
     def _note_failure(self, session: Session, link: _DraftLink, error: GammarayError, lost_s: float) -> None:

@@ -21,38 +21,56 @@ MAX_SEEN = 4 * MAX_KEPT
 MAX_KEPT_BYTES = 2**20
 """Bytes kept per cycle; proposals beyond this are dropped, and requested normally when needed."""
 
+MAX_OUTCOME = MAX_GAMMA + 1
+"""Tokens of an outcome: what a cycle emits at most, the deepest path and the target's own token."""
+
 NOTHING = -1
 """A base position that no message can have."""
 
 
 class ProposalCache:
-    """Lookahead proposals for the current cycle of one session, by the tokens of the outcome they continue.
+    """Lookahead proposals for the cycles of one session, by the tokens of the outcome that they continue.
 
     With every verification method a proposal is the same whether it was prepared or requested, so using a
-    cached one changes its latency only.
+    cached one changes its latency only. A worker also prepares for the cycle after the one that it knows of.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._epoch, self._base_position = 0, NOTHING
+        self._known_from, self._emitted = 0, list[int]()
         self.by_outcome: dict[tuple[int, ...], bytes] = {}
         self._num_seen = self.num_bytes = 0
         self._offence: GammarayError | None = None
 
-    def expect(self, epoch: int, base_position: int) -> None:
-        """Drop all proposals, and accept those for outcomes of the cycle at this position."""
-        self._epoch, self._base_position = epoch, base_position
+    def expect(self, epoch: int, token_ids: Sequence[int]) -> None:
+        """Accept proposals for outcomes of the cycle after these tokens; keep those that it has already."""
+        base = len(token_ids)
+        if epoch != self._epoch or base < self._base_position:
+            self.expect_nothing()
+            self._base_position = self._known_from = base
+        emitted = token_ids[self._base_position :]
+        self.by_outcome = {
+            rest: data for outcome, data in self.by_outcome.items() if (rest := _rest(outcome, emitted))
+        }
+        self.num_bytes = sum(map(len, self.by_outcome.values()))
+        self._num_seen, self._offence = 0, None
+        self._epoch, self._base_position = epoch, base
+        # Messages that are on their way name a cycle before this one.
+        self._known_from = max(self._known_from, base - MAX_OUTCOME)
+        self._emitted = list(token_ids[self._known_from :])
+
+    def expect_nothing(self) -> None:
+        """Drop all proposals, and all that arrive before the next `expect`."""
+        self._epoch, self._base_position, self._emitted = 0, NOTHING, []
         self._num_seen = self.num_bytes = 0
         self._offence = None
         self.by_outcome.clear()
 
-    def expect_nothing(self) -> None:
-        """Drop all proposals, and all that arrive before the next `expect`."""
-        self.expect(0, NOTHING)
-
     def put(self, message: draft_pb.AheadProposal) -> None:
         """Cache a proposal of the current cycle; after an invalid one `take` fails: the session leaves."""
-        if message.epoch != self._epoch or message.base_position != self._base_position:
+        is_known = self._known_from <= message.base_position <= self._base_position
+        if message.epoch != self._epoch or not is_known:
             return
         self._num_seen += 1
         if self._offence is None:
@@ -61,9 +79,12 @@ class ProposalCache:
                 self.by_outcome.clear()
                 self.num_bytes = 0
         # A message is part of its frame and would keep the whole frame in memory: only its bytes are kept.
-        size = message.ByteSize()
+        size = message.proposal.ByteSize()
         is_room = len(self.by_outcome) < MAX_KEPT and self.num_bytes + size <= MAX_KEPT_BYTES
-        outcome = tuple(message.token_ids) if self._offence is None and is_room else ()
+        if self._offence is not None or not is_room:
+            return
+        emitted = self._emitted[message.base_position - self._known_from :]
+        outcome = _rest(message.token_ids, emitted)
         if outcome and outcome not in self.by_outcome:
             self.by_outcome[outcome] = message.proposal.SerializeToString()
             self.num_bytes += size
@@ -72,10 +93,9 @@ class ProposalCache:
         """Return the error if there are too many proposals, or a size of this one is out of range."""
         if self._num_seen > MAX_SEEN:
             return InvalidArgumentError("ahead", f"more than {MAX_SEEN} for one cycle", f"up to {MAX_SEEN}")
-        # An outcome is what a cycle emits: at most the deepest path and the target's own token.
-        if not 1 <= len(message.token_ids) <= MAX_GAMMA + 1:
+        if not 1 <= len(message.token_ids) <= MAX_OUTCOME:
             return InvalidArgumentError(
-                "ahead.token_ids", f"{len(message.token_ids)} ids", f"1 to {MAX_GAMMA + 1}"
+                "ahead.token_ids", f"{len(message.token_ids)} ids", f"1 to {MAX_OUTCOME}"
             )
         if len(message.proposal.token_ids) > MAX_NODES:
             num_nodes = len(message.proposal.token_ids)
@@ -111,3 +131,9 @@ def _cut(chain: Proposal, depth: int) -> Proposal:
         token_ids=chain.token_ids[:depth],
         draft_distributions=None if distributions is None else distributions[:depth],
     )
+
+
+def _rest(outcome: Sequence[int], emitted: Sequence[int]) -> tuple[int, ...]:
+    """Return what is left of an outcome after emitted tokens; nothing if it was another one."""
+    count = len(emitted)
+    return tuple(outcome[count:]) if tuple(outcome[:count]) == tuple(emitted) else ()

@@ -14,7 +14,7 @@ from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
 from services.scheduling.metrics import AheadStats
 from services.scheduling.tasks import Prepared, ProposeTask
-from services.speculation.outcomes import OutcomeSet
+from services.speculation.outcomes import MAX_LEVELS, OutcomeSet
 from services.speculation.proposals import RUN
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
@@ -184,7 +184,10 @@ class Lookahead(NoLookahead):
             return []
         if speculation.ahead is None:
             assert speculation.sent is not None
-            speculation.ahead = OutcomeSet(speculation.sent, speculation.read_outcome)
+            # What a tree or a parallel draft proposes depends on what was accepted meanwhile, and on masks.
+            is_chain = not (speculation.is_parallel or speculation.sent.shape.is_tree)
+            max_levels = MAX_LEVELS if is_chain else 1
+            speculation.ahead = OutcomeSet(speculation.sent, speculation.read_outcome, max_levels)
         return speculation.ahead.wanted()
 
     def _run(self, chosen: dict[Speculation, list[Node]], length: int) -> tuple[int, int]:

@@ -3,7 +3,9 @@
 An outcome is (last accepted node, the target's next token): the node at which the next cycle's context will
 end. Each sufficiently likely outcome becomes a branch: the proposal that would be requested there is read
 off the tree, and the open nodes that it reaches are fed, those of several branches in one forward. If the
-next context ends at a branch, its proposal is already complete.
+next context ends at a branch, its proposal is already complete. A complete proposal has outcomes, too: while
+the orchestrator is some milliseconds away, it needs those of the verification after the running one, as a
+proposal that is begun when the running one has ended comes too late.
 
 Why this is exact for every method: a prediction is a pure function of the path, a choice is a function of the
 path and the cycle's base position, and an outcome fixes the base. Prepared tokens and distributions are
@@ -25,7 +27,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from typing import NamedTuple
 
+from gammaray.types import MAX_GAMMA
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node
 
@@ -40,14 +44,22 @@ MAX_BRANCHES = 8
 """Outcomes followed per proposal, at most."""
 
 
+MAX_LEVELS = 2
+"""Verifications whose outcomes are followed, one after another: the running one, and the one after it."""
+
+
 class Outcome:
-    """The proposal for one outcome, complete or not."""
+    """The proposal for one outcome, complete or not.
 
-    __slots__ = ("is_taken", "open_nodes", "probability", "reading")
+    Attributes:
+        level: How many verifications end before the proposal is wanted.
+    """
 
-    def __init__(self, probability: float, reading: ProposalBuilder) -> None:
-        self.probability, self.reading = probability, reading
-        self.is_taken = False
+    __slots__ = ("is_followed", "is_taken", "level", "open_nodes", "probability", "reading")
+
+    def __init__(self, probability: float, reading: ProposalBuilder, level: int) -> None:
+        self.probability, self.reading, self.level = probability, reading, level
+        self.is_taken = self.is_followed = False
         self.open_nodes = reading.advance()
 
     def advance(self) -> list[Node]:
@@ -57,22 +69,36 @@ class Outcome:
         return self.open_nodes
 
 
+class _Leaf(NamedTuple):
+    """An open node after which the verification of a proposal may end."""
+
+    weight: float
+    node: Node
+    proposal: ProposalBuilder
+    level: int
+
+
 class OutcomeSet:
-    """The likely outcomes of one proposal, with the next proposal for each.
+    """The likely outcomes of one proposal, and of those that follow it, with the next proposal for each.
 
     Args:
         start: Begins to read the proposal below an outcome's node; returns None if none will be requested.
+        max_levels: Of the outcomes that are followed.
 
     Attributes:
         branches: The outcomes that are followed, likeliest first.
     """
 
-    def __init__(self, sent: ProposalBuilder, start: Callable[[Node], ProposalBuilder | None]) -> None:
-        self._sent, self._start = sent, start
+    def __init__(
+        self,
+        sent: ProposalBuilder,
+        start: Callable[[Node], ProposalBuilder | None],
+        max_levels: int = MAX_LEVELS,
+    ) -> None:
+        self._start, self._first, self._max_levels = start, sent.root.position, max_levels
         self.branches: list[Outcome] = []
-        ends, leaves = sent.outcomes()
-        self._leaves = [(weight, node) for weight, node in leaves if weight >= MIN_OUTCOME]
-        self._branch_off(ends)
+        self._leaves: list[_Leaf] = []
+        self._follow(sent, 1.0, 1)
 
     def take_whole(self, least: float) -> list[ProposalBuilder]:
         """Return the complete proposals, likeliest first, each once, if they are `least` likely together."""
@@ -89,24 +115,34 @@ class OutcomeSet:
         Each is a tuple (probability that the node is needed, node, number of forwards along its chain that
         may run in one call).
         """
-        opened = [(weight, node) for weight, node in self._leaves if node.prediction is not None]
-        if opened:
-            self._leaves = [(weight, node) for weight, node in self._leaves if node.prediction is None]
-            for weight, node in opened:
-                assert node.prediction is not None
-                guesses = self._sent.guesses(node.prediction, is_tested=False)
-                self._branch_off([(weight * share, node, token_id) for token_id, share in guesses])
-        wanted = [(weight, node, self._sent.longest_run) for weight, node in self._leaves]
+        for branch in list(self.branches):
+            if branch.level < self._max_levels and not branch.is_followed and not branch.advance():
+                branch.is_followed = True
+                self._follow(branch.reading, branch.probability, branch.level + 1)
+        opened = [leaf for leaf in self._leaves if leaf.node.prediction is not None]
+        self._leaves = [leaf for leaf in self._leaves if leaf.node.prediction is None]
+        for weight, node, proposal, level in opened:
+            assert node.prediction is not None
+            guesses = proposal.guesses(node.prediction, is_tested=False)
+            self._branch_off([(weight * share, node, token_id) for token_id, share in guesses], level)
+        wanted = [(leaf.weight, leaf.node, leaf.proposal.longest_run) for leaf in self._leaves]
         for branch in self.branches:
             wanted += [(branch.probability, node, branch.reading.run_length) for node in branch.advance()]
         return wanted
 
-    def _branch_off(self, ends: list[tuple[float, Node, int]]) -> None:
+    def _follow(self, proposal: ProposalBuilder, weight: float, level: int) -> None:
+        """Follow the outcomes of a complete proposal that is verified with probability `weight`."""
+        ends, leaves = proposal.outcomes()
+        found = [_Leaf(weight * share, node, proposal, level) for share, node in leaves]
+        self._leaves += [leaf for leaf in found if leaf.weight >= MIN_OUTCOME]
+        self._branch_off([(weight * share, node, token_id) for share, node, token_id in ends], level)
+
+    def _branch_off(self, ends: list[tuple[float, Node, int]], level: int) -> None:
         for probability, node, token_id in ends:
-            if probability < MIN_OUTCOME:
-                continue
+            if probability < MIN_OUTCOME or node.position + 1 - self._first > MAX_GAMMA + 1:
+                continue  # unlikely, or more tokens than one message may name
             reading = self._start(node.child(token_id))
             if reading is not None:
-                outcome = Outcome(probability, reading)
+                outcome = Outcome(probability, reading, level)
                 bisect.insort(self.branches, outcome, key=lambda branch: -branch.probability)
         del self.branches[MAX_BRANCHES:]

@@ -34,7 +34,7 @@ def message(token_ids, proposal, *, epoch=1, base_position=4):
 
 def test_prepared_chain_is_cut_with_its_distributions_and_too_large_trees_are_skipped():
     prepared = ProposalCache(VOCAB)
-    prepared.expect(1, 4)
+    prepared.expect(1, [0] * 4)
     distributions = tuple(SparseDistribution((token, token + 1), (3, 1), 2) for token in (1, 2, 3))
     prepared.put(message([7], Proposal((1, 2, 3), None, distributions)))
     prepared.put(message([8], Proposal((1, 2, 3), (-1, -1, 0))))
@@ -46,7 +46,7 @@ def test_prepared_chain_is_cut_with_its_distributions_and_too_large_trees_are_sk
 
 def test_prepared_proposals_are_bounded_and_invalid_tokens_are_rejected():
     prepared = ProposalCache(VOCAB)
-    prepared.expect(1, 4)
+    prepared.expect(1, [0] * 4)
     for token in range(MAX_SEEN):
         prepared.put(message([token], Proposal((VOCAB,))))
     with pytest.raises(GammarayError, match="token"):
@@ -56,8 +56,25 @@ def test_prepared_proposals_are_bounded_and_invalid_tokens_are_rejected():
     with pytest.raises(GammarayError, match=f"more than {MAX_SEEN} for one cycle"):
         prepared.take([0] * 4 + [0], Shape(3))
     assert prepared.num_bytes == 0
-    prepared.expect(1, 5)
+    prepared.expect(1, [0] * 5)
     assert prepared.take([0] * 5 + [0], Shape(3)) is None
+
+
+def test_prepared_for_the_cycle_after_the_next_is_kept_also_if_it_is_late():
+    prepared, tokens = ProposalCache(VOCAB), [0] * 4
+    prepared.expect(1, tokens)
+    prepared.put(message([7, 8, 9], Proposal((1,))))
+    prepared.put(message([7, 5, 9], Proposal((2,))))
+    tokens += [7, 8]
+    prepared.expect(1, tokens)
+    prepared.put(message([7, 8, 3], Proposal((3,))))  # sent before the worker heard of 7 and 8
+    prepared.put(message([7, 5, 3], Proposal((4,))))
+    prepared.put(message([7], Proposal((5,))))
+    assert prepared.take([*tokens, 9], Shape(3)) == Proposal((1,))
+    assert prepared.take([*tokens, 3], Shape(3)) == Proposal((3,))
+    assert len(prepared.by_outcome) == 2
+    prepared.expect(2, tokens)  # another owner
+    assert prepared.take([*tokens, 9], Shape(3)) is None
 
 
 @pytest.mark.parametrize(
@@ -70,7 +87,7 @@ def test_prepared_proposals_are_bounded_and_invalid_tokens_are_rejected():
 )
 def test_invalid_prepared_proposal_fails_the_cycle_and_is_dropped(outcome, proposal, wanted):
     prepared = ProposalCache(VOCAB)
-    prepared.expect(1, 4)
+    prepared.expect(1, [0] * 4)
     prepared.put(message([7], Proposal((1, 2, 3))))
     prepared.put(message(outcome, proposal))
     assert prepared.num_bytes == 0
@@ -83,7 +100,7 @@ def test_invalid_prepared_proposal_fails_the_cycle_and_is_dropped(outcome, propo
 
 def test_prepared_bytes_are_bounded_and_excess_proposals_are_dropped():
     prepared = ProposalCache(VOCAB)
-    prepared.expect(1, 4)
+    prepared.expect(1, [0] * 4)
     distribution = SparseDistribution(tuple(range(64)), (64,) * 64, 12)
     for token in range(MAX_KEPT):
         prepared.put(message([token], Proposal((1,) * 256, None, (distribution,) * 256)))
@@ -94,7 +111,7 @@ def test_prepared_bytes_are_bounded_and_excess_proposals_are_dropped():
 
 def test_prepared_does_not_keep_the_frame_that_it_came_in():
     prepared = ProposalCache(VOCAB)
-    prepared.expect(1, 4)
+    prepared.expect(1, [0] * 4)
     other = draft_pb.AheadProposal(session_id="t", token_ids=[VOCAB] * 2_000_000)
     before = _resident_bytes()
     for token in range(MAX_KEPT):

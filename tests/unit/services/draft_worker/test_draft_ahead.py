@@ -77,6 +77,27 @@ def test_ahead_trees_are_those_that_are_drafted_on_demand(engine, name, shapes):
     assert sum(saved) > 0 or (engine is ParallelEngine and params.frequency_penalty)
 
 
+@pytest.mark.parametrize("method", [COUPLED, REJECTION])
+def test_ahead_prepares_for_the_verification_after_the_running_one(method):
+    """An orchestrator some milliseconds away needs it before this worker hears how the running one ended."""
+    fields = {"method": method, "params": PARAMS["cool"]}
+    ahead = Drafter(TableEngine(spread=9.0), ahead_rows=3)
+    task, gamma = ahead.task(PROMPT, 2, **fields), 2
+    task.wants_ahead = True
+    ahead.scheduler.submit([task])
+    replies = []
+    while ahead.scheduler.has_work:
+        replies += [reply.outcome for _, reply in ahead.scheduler.step()]
+    first, *prepared = replies
+    later = [one for one in prepared if len(one.token_ids) > gamma + 1]
+    assert later
+    for one in later:
+        before = one.token_ids[: gamma + 1]
+        assert any(other.token_ids == before for other in prepared)
+        proposal = Drafter(TableEngine(spread=9.0)).ask([*PROMPT, *one.token_ids], gamma, **fields).outcome
+        assert one.proposal == proposal
+
+
 def test_tree_level_wider_than_a_forward_comes_in_several():
     narrow, wide = Drafter(TableEngine(), max_batch_tokens=2), Drafter(TableEngine())
     ours, theirs = narrow.ask(PROMPT, 4, max_nodes=40), wide.ask(PROMPT, 4, max_nodes=40)

@@ -1,0 +1,1 @@
+"""Speed over plain decoding with the draft worker some milliseconds away, with simulated forwards."""
