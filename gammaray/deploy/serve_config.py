@@ -1,10 +1,13 @@
 """The Ray Serve applications of a cluster: names, builders, settings, environment and autoscaling options.
 
-The launcher and the Helm chart both use it, so that they deploy the same applications."""
+The launcher and the Helm chart both use it, so that they deploy the same applications. For nodes that are
+started by hand, `eval "$(python -m gammaray.deploy.serve_config)"` sets the environment.
+"""
 
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -219,3 +222,8 @@ def _absolute_adapters(lora: str) -> str:
     return ",".join(
         f"{name}={Path(at).absolute() if Path(at).exists() else at}" for name, at in found.items()
     )
+
+
+if __name__ == "__main__":
+    for variable, value in SERVE_ENVIRONMENT.items():
+        print(f"export {variable}={shlex.quote(value)}")

@@ -22,27 +22,66 @@ pytestmark = [
 ]
 
 PAGE = ROOT / "docs" / "hosts.md"
+PLAIN, RAY = PAGE.read_text().split("## Over Ray")
+STATUS = ["gammaray", "status", "--address=10.77.0.5:9000"]
+GENERATE = ["gammaray", "generate", "--address=10.77.0.5:9000", "--temperature=0", "def add(a, b):"]
+NODE_IS_GONE_S = 75.0
+"""Ray ends a node that has not been heard for a minute."""
 
 
-def test_commands_of_the_page_lead_to_a_completion(tmp_path):
-    lines = re.findall(r"^(\w+)\$ (.+)$", PAGE.read_text(), re.MULTILINE)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GAMMARAY_")}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environments = {name: {**kept, "PATH": path} for name, _ in lines}
+def lines_of(text):
+    return re.findall(r"^(\w+)\$ (.+)$", text, re.MULTILINE)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """The page's hosts, by its addresses."""
     with Network.made(tmp_path) as network:
-        for name in environments:
-            host = network.add(name)
-            assert f"{name}, {host.address}" in PAGE.read_text()
-        for name, line in lines:
-            words = shlex.split(line)
-            if words[0] == "export":
-                variable, value = words[1].split("=", 1)
-                environments[name][variable] = value
-            elif name == "client":
-                answered(network, words, environments[name])
-            else:
-                network.hosts[name].start("command", words, environments[name], cwd=tmp_path)
-        status = answered(network, ["gammaray", "status", "--address=10.77.0.5:9000"], environments["client"])
+        for name, _ in lines_of(PLAIN):
+            if name not in network.hosts:
+                host = network.add(name)
+                assert f"{name}, {host.address}" in PLAIN
+        yield network
+
+
+@pytest.fixture
+def environment():
+    """Of every host: the programs, and no setting of gammaray."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GAMMARAY_")}
+    return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_commands_of_the_page_lead_to_a_completion(hosts, environment, tmp_path):
+    environments = {name: dict(environment) for name in hosts.hosts}
+    for name, line in lines_of(PLAIN):
+        words = shlex.split(line)
+        if words[0] == "export":
+            variable, value = words[1].split("=", 1)
+            environments[name][variable] = value
+        elif name == "client":
+            answered(hosts, words, environment)
+        else:
+            hosts.hosts[name].start("command", words, environments[name], cwd=tmp_path)
+    assert_complete(answered(hosts, STATUS, environment))
+
+
+@pytest.mark.nightly
+def test_a_node_of_ray_that_was_cut_off_joins_again(hosts, environment):
+    redis = next(shlex.split(line) for name, line in lines_of(PLAIN) if name == "redis")
+    hosts.hosts["redis"].start("redis", redis, environment, cwd=hosts.hosts["redis"].folder)
+    for host in ("head", "target", "draft"):
+        script = "\n".join(line for name, line in lines_of(RAY) if name == host)
+        hosts.hosts[host].start("ray", ["bash", "-c", script], environment, cwd=ROOT)
+    said = answered(hosts, GENERATE, environment)
+    assert_complete(answered(hosts, STATUS, environment))
+    hosts.hosts["target"].set_link(hears=False, is_heard=False)
+    time.sleep(NODE_IS_GONE_S)
+    hosts.hosts["target"].set_link()
+    assert answered(hosts, GENERATE, environment).splitlines()[:2] == said.splitlines()[:2]
+    assert_complete(answered(hosts, STATUS, environment))
+
+
+def assert_complete(status):
     roles = [row.split()[0] for row in status.splitlines()[1:]]
     assert sorted(roles) == ["draft", "orchestrator", "redis", "target"]
     assert " no " not in status

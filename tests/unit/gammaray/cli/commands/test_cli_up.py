@@ -20,7 +20,7 @@ WAIT_S = 120.0
 STAND_IN = """
 import json, os, signal, sys, time
 def leave(number, frame):
-    os.write(1, f"signal {number}\n".encode())  # print may be running: it cannot be entered twice
+    os.write(1, f"signal {number}\\n".encode())  # print may be running: it cannot be entered twice
     sys.exit(7)
 signal.signal(signal.SIGINT, leave)
 signal.signal(signal.SIGTERM, leave)
