@@ -3,10 +3,10 @@
     python -m benchmarks.overhead                                     # half an hour on two cores
     python -m benchmarks.overhead --streams 1,64 --loads "plain;vllm"
 
-The model has one layer of 64 and 2,048 tokens, drawn at random: it computes almost nothing. Each stream asks
-for completions of 200 tokens at temperature 1, one after another, over HTTP as events or over gRPC. vLLM's own
-server joins if `make vllm` has installed it. CPU seconds are those of /proc, by kind of process; those of this
-process, which plays the clients, are left out.
+The model has one layer of 64 and 2,048 tokens, drawn at random: it computes almost nothing. Each stream
+asks for completions of 200 tokens at temperature 1, one after another, over HTTP as events or over gRPC.
+vLLM's own server joins if `make vllm` has installed it. CPU seconds are those of /proc, by kind of process;
+those of this process, which plays the clients, are left out.
 """
 
 from __future__ import annotations

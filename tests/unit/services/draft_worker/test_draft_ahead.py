@@ -88,7 +88,7 @@ def test_ahead_prepares_for_the_verification_after_the_running_one(method):
     replies = []
     while ahead.scheduler.has_work:
         replies += [reply.outcome for _, reply in ahead.scheduler.step()]
-    first, *prepared = replies
+    _, *prepared = replies
     later = [one for one in prepared if len(one.token_ids) > gamma + 1]
     assert later
     for one in later:
