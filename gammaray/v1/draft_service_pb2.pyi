@@ -166,7 +166,7 @@ Global___ProposeResponse: _TypeAlias = ProposeResponse  # noqa: Y015
 
 @_typing.final
 class AheadProposal(_message.Message):
-    """A proposal prepared for one possible outcome of the verification in progress."""
+    """A proposal prepared for one possible outcome of the verification in progress, or of it and the one after it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -186,7 +186,7 @@ class AheadProposal(_message.Message):
     """Requested draft length, in tokens. Range [1, 64]."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The outcome: the tokens that the verification emits from `base_position` on. At least one."""
+        """The outcome: the tokens that the verifications emit from `base_position` on. Between 1 and 65."""
 
     @_builtins.property
     def proposal(self) -> _types_pb2.Proposal:
