@@ -2,11 +2,15 @@
 
     python -m benchmarks.overhead                                     # half an hour on two cores
     python -m benchmarks.overhead --streams 1,64 --loads "plain;vllm"
+    python -m benchmarks.overhead --target-ms 20 --loads plain        # a GPU's forwards, simulated
 
 The model has one layer of 64 and 2,048 tokens, drawn at random: it computes almost nothing. Each stream
 asks for completions of 200 tokens at temperature 1, one after another, over HTTP as events or over gRPC.
 vLLM's own server joins if `make vllm` has installed it. CPU seconds are those of /proc, by kind of process;
 those of this process, which plays the clients, are left out.
+
+With `--target-ms` the target sleeps until a forward has taken so long, which leaves the processor to the
+others, as a GPU does. Such figures are simulated, and vLLM has none.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.cluster import run_or_exit, running_cluster, running_server
 from benchmarks.provenance import make_parser, settings_of, write_result
+from benchmarks.simulated import simulated_worker
 from gammaray import AsyncClient
+from orchestrator.launcher.redis_server import RedisServer
 from services.demo_pair import TARGET_DIR
 
 TOKENS = 200
@@ -196,7 +202,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def serving(load: Load, model: Path) -> AsyncIterator[tuple[str, str]]:
+async def serving(load: Load, model: Path, options: argparse.Namespace) -> AsyncIterator[tuple[str, str]]:
     """Run the server of a load until the block ends; yield its URL and its gRPC address."""
     async with AsyncExitStack() as stack:
         if load.gamma is None:
@@ -214,6 +220,14 @@ async def serving(load: Load, model: Path) -> AsyncIterator[tuple[str, str]]:
             yield url, ""
             return
         more = ["--target", str(model), "--draft", str(model), *load.options]
+        if options.target_ms:
+            redis = RedisServer.start(model.parent / "redis")
+            stack.callback(redis.stop)
+            own = ["--model", str(model), "--redis-url", redis.url]
+            await stack.enter_async_context(
+                simulated_worker("target", options.target_ms, options.row_ms, *own)
+            )
+            more += ["--target-workers", "0", "--redis-url", redis.url]
         if "--draft-workers" not in load.options:
             more += ["--draft-workers", "0"]
         cluster = await stack.enter_async_context(running_cluster(*more))
@@ -227,7 +241,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         model = make_model(Path(folder) / MODEL)
         for name in options.loads:
             load = LOADS[name]
-            async with serving(load, model) as (url, address), AsyncExitStack() as stack:
+            async with serving(load, model, options) as (url, address), AsyncExitStack() as stack:
                 client = None
                 if load.api == "grpc":
                     client = await stack.enter_async_context(AsyncClient(address))
@@ -257,7 +271,12 @@ def main() -> None:
     parser.add_argument("--loads", type=lambda text: text.split(";"), default=known, help="separated by ;")
     numbers = [1, 8, 32, 64, 128, 256, 512]
     parser.add_argument("--streams", type=lambda text: [int(one) for one in text.split(",")], default=numbers)
+    parser.add_argument("--target-ms", type=float, help="what a forward of the target takes")
+    parser.add_argument("--row-ms", type=float, default=0.05, help="each of its tokens, in addition")
     options = parser.parse_args()
+    if options.target_ms:
+        known = [name for name in known if name != "vllm"]
+        options.loads = [name for name in options.loads if name != "vllm"]
     if unknown := set(options.loads) - set(known):
         parser.error(f"--loads: got {', '.join(unknown)}, allowed: {'; '.join(known)}")
     print(f"written: {write_result('overhead', run_or_exit(run(options)), options.out)}")

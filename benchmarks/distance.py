@@ -11,7 +11,6 @@ differs.
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import sys
 import tempfile
@@ -23,9 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.cluster import ClusterError, run_or_exit, stop
-from benchmarks.distance.relay import relay
+from benchmarks.cluster import run_or_exit
 from benchmarks.provenance import make_parser, settings_of, write_result
+from benchmarks.relay import relay
+from benchmarks.simulated import simulated_worker
 from benchmarks.workloads import prompts
 from gammaray.config import OrchestratorSettings
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams
@@ -33,7 +33,6 @@ from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.service import Orchestrator
 from services.process.registry import Announcer
 
-START_S = 120.0
 WARM_UP = 2
 """Rounds over the prompts that are not measured: adaptive gamma learns what cycles cost."""
 
@@ -94,24 +93,6 @@ async def measure(
 
 
 @asynccontextmanager
-async def worker(role: str, *options: str) -> AsyncIterator[str]:
-    """Run a simulated worker until the block ends; yield its address."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.distance.worker", role, *options, "--listen", "127.0.0.1:0"),
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), START_S)
-        if not line:
-            raise ClusterError(f"the {role} worker ended")
-        yield line.decode().split()[-1]
-    finally:
-        await stop(process)
-
-
-@asynccontextmanager
 async def orchestrating(redis_url: str, target: str, draft: str) -> AsyncIterator[Orchestrator]:
     """Run an orchestrator with these workers until the block ends."""
     announcers = [Announcer(redis_url, "target", target), Announcer(redis_url, "draft", draft)]
@@ -133,8 +114,8 @@ async def run(options: Any) -> dict[str, Any]:
         redis = RedisServer.start(Path(folder))
         try:
             async with (
-                worker("target", str(options.target_ms), str(options.row_ms)) as target,
-                worker("draft", str(options.draft_ms), "0") as draft,
+                simulated_worker("target", options.target_ms, options.row_ms) as target,
+                simulated_worker("draft", options.draft_ms, 0.0) as draft,
             ):
                 for delay_ms in options.delays:
                     async with (

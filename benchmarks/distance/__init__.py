@@ -1,1 +1,0 @@
-"""Speed over plain decoding with the draft worker some milliseconds away, with simulated forwards."""
