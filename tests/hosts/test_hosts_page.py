@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -51,6 +52,13 @@ def environment():
     return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
+@pytest.fixture
+def folder():
+    """A folder with a short name: paths of sockets are short."""
+    with TemporaryDirectory(prefix="ray") as name:
+        yield Path(name)
+
+
 def test_commands_of_the_page_lead_to_a_completion(hosts, environment, tmp_path):
     environments = {name: dict(environment) for name in hosts.hosts}
     for name, line in lines_of(PLAIN):
@@ -66,12 +74,13 @@ def test_commands_of_the_page_lead_to_a_completion(hosts, environment, tmp_path)
 
 
 @pytest.mark.nightly
-def test_a_node_of_ray_that_was_cut_off_joins_again(hosts, environment):
+def test_a_node_of_ray_that_was_cut_off_joins_again(hosts, environment, folder):
     redis = next(shlex.split(line) for name, line in lines_of(PLAIN) if name == "redis")
     hosts.hosts["redis"].start("redis", redis, environment, cwd=hosts.hosts["redis"].folder)
     for host in ("head", "target", "draft"):
         script = "\n".join(line for name, line in lines_of(RAY) if name == host)
-        hosts.hosts[host].start("ray", ["bash", "-c", script], environment, cwd=ROOT)
+        own = {**environment, "RAY_TMPDIR": str(folder / host)}
+        hosts.hosts[host].start("ray", ["bash", "-c", script], own, cwd=ROOT)
     said = answered(hosts, GENERATE, environment)
     assert_complete(answered(hosts, STATUS, environment))
     hosts.hosts["target"].set_link(hears=False, is_heard=False)
