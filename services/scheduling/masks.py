@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from gammaray.errors import GammarayError
-from services.scheduling.block_queue import Work
+from services.scheduling.scheduler import Work
 from services.scheduling.sessions import SessionCopy
 
 MAX_WAIT_S = 0.03

@@ -56,10 +56,10 @@ def scheduler_of(engine, llama, ahead_rows: int) -> Iterator:
     from services.vllm.draft_scheduler import VllmDraftScheduler
 
     grammars = Grammars(str(llama), engine.vocab_size)
-    scheduler = VllmDraftScheduler(engine, LIMITS, ahead_rows=ahead_rows, grammars=grammars, **SHIPPED)
+    scheduler = VllmDraftScheduler(engine, ahead_rows=ahead_rows, grammars=grammars, **SHIPPED)
     yield scheduler
     scheduler.step()
-    scheduler.release([Release(name, 0, True) for name in list(scheduler.sessions)])
+    scheduler.release([Release(name, 0, True) for name in list(scheduler.queue.sessions)])
     scheduler.step()
     assert not scheduler.has_work
 
@@ -312,7 +312,7 @@ def test_a_proposal_that_was_drafted_ahead_is_answered_at_once(ahead, drafts, re
         for one in (session, plain):
             ask(reference, one, reply.outcome)
         assert session.tokens == plain.tokens
-    assert (ahead.load().lookups, ahead.load().hits) == (3, 3)
+    assert (ahead.queue.load().lookups, ahead.queue.load().hits) == (3, 3)
 
 
 def test_draft_ahead_gives_its_memory_to_blocks(ahead):

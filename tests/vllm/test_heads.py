@@ -96,7 +96,7 @@ def pair(engines):
     yield engines
     for scheduler in (engines.vllm, engines.own):
         end(scheduler, *engines.sessions, forgets=True)
-        assert scheduler.is_idle
+        assert scheduler.queue.is_idle
     engines.sessions.clear()
 
 
