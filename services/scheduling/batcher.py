@@ -110,7 +110,7 @@ class Batcher(Generic[TaskT, RunningT]):
         if batch:
             self._serve(batch, forward, advance)
         elif not queue.replies:
-            wait_for_any(map(queue.sessions.find, (*queue.running, *queue.waiting)))
+            wait_for_any(queue)
 
     def _serve(self, batch: Feeds[RunningT], forward: Forward[RunningT], advance: Advance[RunningT]) -> None:
         began = time.perf_counter()

@@ -49,7 +49,7 @@ class Scheduler(Protocol[TaskT]):
     """The scheduler of a worker: takes blocks from its queue, has an engine compute them, and answers them.
 
     `EngineThread` builds and drives it in one thread: all methods run there, between two steps, except those
-    that say that any thread may call them.
+    that say that any thread may call them. `services.own` and `services.vllm` have one for each role.
 
     Attributes:
         queue: Its blocks and sessions.

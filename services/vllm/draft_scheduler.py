@@ -286,7 +286,7 @@ class VllmDraftScheduler:
         ahead = self._ahead.pop(session.session_id, None)
         num_ready = -1
         if ahead is not None:
-            num_ready = self._num_ready(ahead, session)
+            num_ready = self._steps.num_ahead(ahead.request_id, ahead.spec, session)
             if num_ready < 0:
                 self.engine.close(ahead.request_id)
             else:
@@ -295,14 +295,6 @@ class VllmDraftScheduler:
             self._stats.lookups += 1
             self._stats.hits += num_ready >= task.shape.depth
         return None if ahead is None or num_ready < 0 else ahead.request_id
-
-    def _num_ready(self, ahead: _Ahead, session: SessionCopy) -> int:
-        """Return how many tokens after a session's text a request has; -1 if it has another text."""
-        tokens, count = self.engine.tokens(ahead.request_id), len(session.tokens)
-        if tokens is None or ahead.spec != session.spec or len(tokens) < count:
-            return -1
-        first = min(session.changed_from, count)
-        return len(tokens) - count if tokens[first:count] == session.tokens[first:] else -1
 
     def _drop_ahead(self, session_id: str) -> None:
         ahead = self._ahead.pop(session_id, None)

@@ -13,7 +13,7 @@ from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import EngineLostError
 from services.scheduling.scheduler import BlockQueue, TaskT, Work
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import Timing
+from services.scheduling.tasks import SessionSpec, Timing
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import BeginMasks
 
@@ -96,6 +96,14 @@ class RequestSteps(Generic[RequestWorkT]):
             if work is not None and work.task.spec is not None:
                 work.timing.cached_tokens = num_cached
                 self._queue.meter.looked_up(len(work.session.tokens), num_cached)
+
+    def num_ahead(self, request_id: str, spec: SessionSpec, session: SessionCopy) -> int:
+        """Return how many tokens a request has after those of a session; -1 if it has others, or another spec."""
+        tokens, count = self._engine.tokens(request_id), len(session.tokens)
+        if tokens is None or spec != session.spec or len(tokens) < count:
+            return -1
+        first = min(session.changed_from, count)
+        return len(tokens) - count if tokens[first:count] == session.tokens[first:] else -1
 
     def answer(self, work: RequestWorkT, outcome: object) -> None:
         """End the work on a block; its request stays open."""

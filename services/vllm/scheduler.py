@@ -111,7 +111,7 @@ class VllmScheduler:
                 if not result.num_tokens and not result.preempted:
                     self._unblock()
         elif not queue.replies:
-            wait_for_any(map(queue.sessions.find, (*queue.running, *queue.waiting)))
+            wait_for_any(queue)
         return queue.take_replies()
 
     def release(self, endings: Iterable[Release]) -> None:
@@ -167,11 +167,7 @@ class VllmScheduler:
 
     def _can_continue(self, request: _Request, task: VerifyTask, session: SessionCopy) -> bool:
         """Whether a request has exactly the committed tokens, and the session's parameters."""
-        tokens = self.engine.tokens(request.request_id)
-        if tokens is None or task.reads_anew or request.spec != session.spec:
-            return False
-        first = min(session.changed_from, len(tokens))
-        return len(tokens) == len(session.tokens) and tokens[first:] == session.tokens[first:]
+        return not task.reads_anew and self._steps.num_ahead(request.request_id, request.spec, session) == 0
 
     def _open(self, work: _Verifying) -> None:
         """Open a request for a block, and post what it runs first."""
