@@ -98,7 +98,7 @@ class RequestSteps(Generic[RequestWorkT]):
                 self._queue.meter.looked_up(len(work.session.tokens), num_cached)
 
     def num_ahead(self, request_id: str, spec: SessionSpec, session: SessionCopy) -> int:
-        """Return how many tokens a request has after those of a session; -1 if it has others, or another spec."""
+        """Return how many tokens a request has after a session's; -1 if its text or spec is another one."""
         tokens, count = self._engine.tokens(request_id), len(session.tokens)
         if tokens is None or spec != session.spec or len(tokens) < count:
             return -1
