@@ -9,16 +9,16 @@ from gammaray.engines import EngineFacts
 from gammaray.errors import InvalidArgumentError
 from services.process.adapters import adapter_sha256
 from services.process.fingerprints import model_identity, vocab_sha256
-from services.scheduling.block_queue import BlockQueue
 from services.scheduling.planning import Limits
+from services.scheduling.scheduler import Scheduler
 from services.streaming.messages import Model
 
 
 class Served(NamedTuple):
-    """A loaded model, and the queue of its blocks, which the engine's thread drains."""
+    """A loaded model, and its scheduler, which the engine's thread drives."""
 
     model: Model
-    queue: BlockQueue[Any, Any]
+    scheduler: Scheduler[Any]
 
 
 class Loaded(Protocol):

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from ctypes import c_int32
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
 
+from gammaray.errors import GammarayError
 from gammaray.types import Proposal
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
-from services.own.lookahead import Lookahead, NoLookahead
+from services.own.lookahead import Lookahead
+from services.scheduling.batcher import Batcher, Feeds
 from services.scheduling.grammars import Grammars
-from services.scheduling.load import LoadCounters
 from services.scheduling.planning import Limits, Running
-from services.scheduling.scheduler import Scheduler
+from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import ProposeTask, Reply
+from services.scheduling.tasks import ProposeTask, Release, Reply
 from services.speculation.drafting import PendingProposal
 from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.speculation.predictor import DraftModel
@@ -51,7 +51,7 @@ class _DraftBlock(Running[ProposeTask]):
         return is_open
 
 
-class DraftScheduler(Scheduler[ProposeTask, _DraftBlock]):
+class DraftScheduler:
     """Schedules drafting: sessions join the batch when a block arrives and leave with its last token.
 
     The cache keeps the nodes fed below the committed tokens. Of the next block, only tokens that are not
@@ -68,11 +68,12 @@ class DraftScheduler(Scheduler[ProposeTask, _DraftBlock]):
         translation: The vocabularies, if the target's is another one.
 
     Attributes:
-        lookahead: Draft-ahead, and its counters.
+        lookahead: Draft-ahead.
         speculations: The speculation tree of each session, by session id.
     """
 
     role: ClassVar[str] = "draft"
+    step_timeout_s: float | None = None
 
     def __init__(
         self,
@@ -85,51 +86,60 @@ class DraftScheduler(Scheduler[ProposeTask, _DraftBlock]):
         translation: Translation | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(engine, limits, None if translation is None else translation.target_size, grammars)
-        self._stop = c_int32()
-        self.lookahead = NoLookahead()
-        if ahead_rows > 0 and translation is None:
-            self.lookahead = Lookahead(engine, ahead_rows, self._stop)
-            self.meter.watch_ahead(self.lookahead.stats)
+        self.engine, self._limits = engine, limits
+        vocab_size = engine.vocab_size if translation is None else translation.target_size
+        self.queue = BlockQueue[ProposeTask, _DraftBlock](
+            self.role, vocab_size, str(engine.device), grammars, engine.stats, self._forget
+        )
+        self.batcher = Batcher(engine, limits, self.queue)
+        max_rows = ahead_rows if translation is None else 0
+        self.lookahead = Lookahead(engine, max_rows, self.queue.stop, self.queue.meter.ahead)
+        self.queue.on_stop = self.lookahead.preempt
         self._model = DraftModel(engine, top_k=draft_top_k, bits=weight_bits, translation=translation)
         self.speculations: dict[str, Speculation] = {}
 
-    def load(self) -> LoadCounters:
-        stats = self.lookahead.stats
-        return replace(super().load(), lookups=stats.lookups, hits=stats.hits)
-
     @property
     def has_work(self) -> bool:
-        return not self.is_idle or self.lookahead.has_work
+        return not self.queue.is_idle or self.lookahead.has_work
 
     def submit(self, tasks: Iterable[ProposeTask]) -> None:
-        tasks = list(tasks)
-        if not all(task.is_notice for task in tasks):
-            self._stop.value = 0  # reset: draft-ahead does not run while blocks wait
-        super().submit(tasks)
-
-    def preempt(self, tasks: Iterable[ProposeTask]) -> None:
-        if all(task.is_notice for task in tasks):
-            return
-        self._stop.value = 1
-        self.lookahead.preempt()
+        self.queue.submit(tasks)
 
     def step(self) -> list[tuple[ProposeTask, Reply]]:
-        if self.is_idle:
+        if self.queue.is_idle:
             prepared = self.lookahead.step()
             return [(ahead.task, Reply(0, ahead.task.session_id, ahead)) for ahead in prepared]
-        for block in self._running.values():
+        self._restart_evicted()
+        self.queue.drop_dead()
+        self.batcher.admit(self._start)
+        self.batcher.run(self._forward, self._advance)
+        return self.queue.take_replies()
+
+    def release(self, endings: Iterable[Release]) -> None:
+        self.queue.release(endings, self.engine.forget)
+
+    def fail_all(self, error: GammarayError) -> None:
+        self.queue.fail_all(error)
+        self.engine.drop_retained()
+
+    def check(self) -> None:
+        """An engine of this process is lost only by an error of its own step."""
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def _restart_evicted(self) -> None:
+        for block in self.queue.running.values():
             if not (block.pending.is_at_root or block.pending.speculation.is_held):
-                block.pending.restart()  # the session's cache was evicted
+                block.pending.restart()
                 block.advance()
-        return super().step()
 
     def _forget(self, session: SessionCopy) -> None:
         self.speculations.pop(session.session_id, None)
         self.lookahead.drop(session.session_id)
-        super()._forget(session)
+        self.batcher.forget(session)
 
-    def _match_cache(self, session: SessionCopy) -> None:
+    def _follow(self, session: SessionCopy) -> Speculation:
         """Move the root of the session's tree to its last token; begin a new tree if it lacks that node."""
         self.lookahead.drop(session.session_id)
         speculation = self.speculations.get(session.session_id)
@@ -138,18 +148,19 @@ class DraftScheduler(Scheduler[ProposeTask, _DraftBlock]):
         speculation.note_outcome()
         if not speculation.follow():
             num_kept = speculation.translate()
-            self._match_tokens(session, speculation.committed, num_kept)
+            self.batcher.match(session, speculation.committed, num_kept)
             speculation.begin()
+        return speculation
 
     def _start(self, task: ProposeTask, session: SessionCopy) -> _DraftBlock | Proposal:
-        speculation, shape = self.speculations[task.session_id], task.shape
+        speculation, shape = self._follow(session), task.shape
         if speculation.is_parallel:
-            shape = shape.clipped(self.limits.max_batch_tokens - 1)
+            shape = shape.clipped(self._limits.max_batch_tokens - 1)
         reading = speculation.read(speculation.tree.root, shape)
         if reading is None:
             return Proposal()
         num_beyond = self.lookahead.num_beyond  # draft-ahead may have to continue after the proposal
-        pending = PendingProposal(speculation, reading, self.limits.max_batch_tokens, num_beyond)
+        pending = PendingProposal(speculation, reading, self._limits.max_batch_tokens, num_beyond)
         block = _DraftBlock(task, session, [], num_logits=1, pending=pending)
         return block if block.advance() else self._finish(block)
 
@@ -157,19 +168,19 @@ class DraftScheduler(Scheduler[ProposeTask, _DraftBlock]):
         running.pending.take(logits)
         return None if running.advance() else self._finish(running)
 
-    def _step(self, batch: list[tuple[_DraftBlock, SequenceInput]]) -> list[Tensor]:
+    def _forward(self, batch: Feeds[_DraftBlock]) -> list[Tensor]:
         """Run the forward, or several in one call for a chain that is the only block."""
         running, feed = batch[0]
         pending = running.pending
-        is_alone = len(self._running) == 1 and not self._waiting
+        is_alone = len(self.queue.running) == 1 and not self.queue.waiting
         if is_alone and feed.num_logits and pending.can_run:
             with suppress(CacheFullError):  # there may still be room for one
-                logits = pending.run(feed, self._stop)
-                self.num_forwards = len(pending.ran)
+                logits = pending.run(feed, self.queue.stop)
+                self.batcher.num_forwards = len(pending.ran)
                 token_ids = [*feed.token_ids[:-1], *pending.ran]
                 batch[0] = running, replace(feed, token_ids=token_ids, num_logits=len(pending.ran))
                 return [logits]
-        return super()._step(batch)
+        return self.engine.step([feed for _, feed in batch])
 
     def _finish(self, block: _DraftBlock) -> Proposal:
         pending = block.pending

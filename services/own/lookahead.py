@@ -53,81 +53,62 @@ def can_use_idle_priority() -> bool:
     return bool(succeeded)
 
 
-class NoLookahead:
-    """Prepares nothing; `num_beyond` is how many tokens after a proposal a parallel draft predicts, too."""
+class Lookahead:
+    """Prepares the next proposals of sessions, likeliest outcomes over all sessions first.
 
-    num_beyond = 0
+    Args:
+        max_rows: Upper bound of tokens in one forward; 0: nothing is prepared.
+        stop: Set while a request waits for the engine.
+        stats: Counts what is prepared.
 
-    def __init__(self) -> None:
-        self.stats = AheadStats()
+    Attributes:
+        num_beyond: How many tokens after a proposal a parallel draft predicts, too.
+    """
+
+    def __init__(self, engine: Engine, max_rows: int, stop: c_int32, stats: AheadStats) -> None:
+        self._engine, self._max_rows, self._stop, self._stats = engine, max_rows, stop, stats
+        self.num_beyond = int(max_rows > 0)
+        self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
+        # On shared cores draft-ahead would otherwise delay the event loops that deliver the verdicts.
+        self._is_idle = max_rows > 0 and engine.can_chain and can_use_idle_priority()
+        self._usual = os.sched_getscheduler(0) if self._is_idle else 0
+        self._thread_id: int | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return False
+        return bool(self._pending)
 
     def add(self, speculation: Speculation, task: ProposeTask, *, is_hit: bool) -> None:
         """Count the proposal just made for a task, and start preparing those that may follow it.
 
         It is a hit if it needed no forward.
         """
+        if self._max_rows > 0:
+            self._pending[speculation.session.session_id] = speculation, task
+            if speculation.is_continued:
+                self._stats.lookups += 1
+                self._stats.hits += is_hit
 
     def drop(self, session_id: str) -> None:
         """Stop preparing proposals for a session."""
-
-    def preempt(self) -> None:
-        """Raise the priority of the current forward, as a request waits and has set `stop`. Thread-safe."""
-
-    def step(self) -> list[Prepared]:
-        """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""
-        return []
-
-
-class Lookahead(NoLookahead):
-    """Prepares the next proposals of sessions, likeliest outcomes over all sessions first.
-
-    A forward has at most `max_rows` tokens; `stop` is set while a request waits for the engine.
-    """
-
-    num_beyond = 1
-
-    def __init__(self, engine: Engine, max_rows: int, stop: c_int32) -> None:
-        super().__init__()
-        self._engine, self._max_rows, self._stop = engine, max_rows, stop
-        self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
-        # On shared cores draft-ahead would otherwise delay the event loops that deliver the verdicts.
-        self._is_idle = engine.can_chain and can_use_idle_priority()
-        self._usual = os.sched_getscheduler(0) if self._is_idle else 0
-        self._thread_id: int | None = None
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._pending)
-
-    def add(self, speculation: Speculation, task: ProposeTask, *, is_hit: bool) -> None:
-        self._pending[speculation.session.session_id] = speculation, task
-        if speculation.is_continued:
-            self.stats.lookups += 1
-            self.stats.hits += is_hit
-
-    def drop(self, session_id: str) -> None:
         self._pending.pop(session_id, None)
 
     def preempt(self) -> None:
+        """Raise the priority of the current forward, as a request waits and has set `stop`. Thread-safe."""
         if (thread_id := self._thread_id) is not None:
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setscheduler(thread_id, self._usual, os.sched_param(0))
 
     def step(self) -> list[Prepared]:
+        """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""
         pending = list(self._pending.values())
         chosen, run_length = self._choose()
         if not chosen:
             return self._whole(pending, 0.0)
         self._thread_id = threading.get_native_id() if self._is_idle else None
         try:
-            num_forwards, num_rows = self._run(chosen, run_length) if run_length > 1 else self._feed(chosen)
-            self.stats.forwards += num_forwards
-            self.stats.rows += num_rows
+            self._stats.forwards += self._run(chosen, run_length) if run_length > 1 else self._feed(chosen)
         except CacheFullError:
             self._pending.clear()
         except Exception as error:
@@ -190,20 +171,19 @@ class Lookahead(NoLookahead):
             speculation.ahead = OutcomeSet(speculation.sent, speculation.read_outcome, max_levels)
         return speculation.ahead.wanted()
 
-    def _run(self, chosen: dict[Speculation, list[Node]], length: int) -> tuple[int, int]:
-        """Feed up to `length` tokens from the node on; return the numbers of forwards and tokens."""
+    def _run(self, chosen: dict[Speculation, list[Node]], length: int) -> int:
+        """Feed up to `length` tokens from the node on, one per forward; return their number."""
         ((speculation, (node,)),) = chosen.items()
         length = min(length, self._engine.max_context - node.position)
         feed = speculation.feed([node])
         token_ids, logits = speculation.run(feed, length, stop=self._stop, is_idle=self._is_idle)
         speculation.open_run(node, token_ids, logits)
-        return len(token_ids), len(token_ids)
+        return len(token_ids)
 
-    def _feed(self, chosen: dict[Speculation, list[Node]]) -> tuple[int, int]:
-        """Feed the nodes in one forward; return the numbers of forwards and tokens."""
-        feeds, num_rows = [speculation.feed(nodes) for speculation, nodes in chosen.items()], 0
+    def _feed(self, chosen: dict[Speculation, list[Node]]) -> int:
+        """Feed the nodes in one forward; return the number of forwards."""
+        feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
         results = self._engine.step(feeds, self._stop if self._is_idle else None)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
-            num_rows += sum(len(speculation.unfed(node)) for node in nodes)
             speculation.open(nodes, logits)
-        return 1, num_rows
+        return 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from ctypes import c_int32
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -16,18 +15,19 @@ from typing import ClassVar
 from torch import Tensor
 
 from gammaray.blocks import Shape, Verdict
+from gammaray.errors import GammarayError
 from gammaray.types import Proposal
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.own.prompt_scores import PromptScores
+from services.scheduling.batcher import Batcher, Feeds
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MaskThreads, wait_for_masks
-from services.scheduling.metrics import AheadStats
 from services.scheduling.planning import Limits, Running
-from services.scheduling.scheduler import Scheduler
+from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import Reply, VerifyTask
+from services.scheduling.tasks import Release, Reply, VerifyTask
 from services.speculation.local_drafter import Request, TargetHead
 from services.verification.verdicts import judge, token_logprobs
 
@@ -51,13 +51,14 @@ class _Verifying(Running[VerifyTask]):
         self.num_logits = len(self.tail) + 1
 
 
-class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
+class TargetScheduler:
     """Feeds the committed tokens that are not cached and then a whole proposal, and verifies it.
 
     `head` drafts for blocks that ask for it, and with `draft_ahead` while no block waits.
     """
 
     role: ClassVar[str] = "target"
+    step_timeout_s: float | None = None
 
     def __init__(
         self,
@@ -68,54 +69,73 @@ class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
         *,
         draft_ahead: bool = True,
     ) -> None:
-        super().__init__(engine, limits, grammars=grammars)
+        self.engine, self._limits = engine, limits
+        self.queue = BlockQueue[VerifyTask, _Verifying](
+            self.role, engine.vocab_size, str(engine.device), grammars, engine.stats, self._forget
+        )
+        self.batcher = Batcher(engine, limits, self.queue)
         self._head = head or TargetHead()
         self._drafts_ahead, self._ahead = draft_ahead, dict[str, tuple[SessionCopy, Shape]]()
         self._expected = set[str]()
-        self._stop, self._stats = c_int32(), AheadStats()
-        self.meter.watch_ahead(self._stats)
+        self._stats = self.queue.meter.ahead
         self._is_tapped = len(self._head.taps) > 0
         if self._is_tapped:
             engine.tap(self._head.taps)
-        if self._head.first_tokens is not None:
-            self.meter.watch_first_tokens(self._head.first_tokens)
+        self.queue.meter.first_tokens = self._head.first_tokens
         self._masks = MaskThreads()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ahead) or not self.is_idle
+        return bool(self._ahead) or not self.queue.is_idle
 
     def submit(self, tasks: Iterable[VerifyTask]) -> None:
-        self._stop.value = 0  # reset: draft-ahead does not run while blocks wait
-        super().submit(tasks)
+        self.queue.submit(tasks)
 
-    def preempt(self, tasks: Iterable[VerifyTask]) -> None:
-        self._stop.value = 1
+    def step(self) -> list[tuple[VerifyTask, Reply]]:
+        if self.queue.is_idle:
+            self._draft_ahead()
+            return []
+        self.queue.drop_dead()
+        self.batcher.admit(self._start)
+        self._draft_blocks()
+        self._begin_slow_masks()
+        self.batcher.run(self._forward, self._advance)
+        return self.queue.take_replies()
+
+    def release(self, endings: Iterable[Release]) -> None:
+        self.queue.release(endings, self._forget_prefix)
+
+    def fail_all(self, error: GammarayError) -> None:
+        self.queue.fail_all(error)
+        self.engine.drop_retained()
+
+    def check(self) -> None:
+        """An engine of this process is lost only by an error of its own step."""
 
     def close(self) -> None:
         self._masks.close()
         self._head.close()
-        super().close()
 
-    def step(self) -> list[tuple[VerifyTask, Reply]]:
-        if not self.is_idle:
-            return super().step()
+    def _draft_ahead(self) -> None:
         length, ahead, self._ahead = self.engine.length, self._ahead, {}
         self._head.prepare(
             [(session, shape, length(session_id)) for session_id, (session, shape) in ahead.items()],
-            self._stop,
+            self.queue.stop,
         )
-        if self._stop.value:
+        if self.queue.stop.value:
             # Resume drafting ahead for the other sessions after this block.
             self._ahead = ahead
-        return []
 
     def _start(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
+        if task.reads_anew:
+            self.engine.truncate(task.session_id, 0)
+        else:
+            self.batcher.match(session, session.tokens, session.changed_from)
         proposal = task.proposal
         self._ahead.pop(task.session_id, None)
         was_expected = task.session_id in self._expected
         self._expected.discard(task.session_id)
-        self.limits.check_proposal(len(proposal))
+        self._limits.check_proposal(len(proposal))
         nodes, num_top = list(proposal.token_ids), task.num_prompt_logprobs
         running = _Verifying(task, session, nodes, num_logits=len(nodes) + 1, parents=proposal.parents)
         if num_top is not None:
@@ -126,21 +146,13 @@ class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
         running.is_expected = running.must_draft and was_expected
         return running
 
-    def _prepare_blocks(self) -> None:
-        """Let the head draft, and begin the masks that no step waits for."""
-        self._draft_blocks()
-        for running in self._running.values():
-            if running.session.has_slow_masks and not (running.has_masks or running.must_draft):
-                running.must_mask = True
-                self._masks.begin(running, partial(self._prepare, running))
-
     def _draft_blocks(self) -> None:
         """Draft for the oldest blocks that leave it to the head, as many as a step may verify."""
         drafting, requests, num_tokens = list[_Verifying](), list[Request](), 0
-        for running in self._running.values():
+        for running in self.queue.running.values():
             if running.must_draft and (shape := running.task.head) is not None:
                 num_tokens += 1 + max(shape.depth, shape.max_nodes)
-                if drafting and num_tokens > self.budget.num_tokens:
+                if drafting and num_tokens > self.batcher.budget.num_tokens:
                     break
                 drafting.append(running)
                 num_cached = self.engine.length(running.session.session_id)
@@ -156,15 +168,21 @@ class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
             if running.is_expected:
                 self._stats.lookups += 1
                 self._stats.hits += proposal.is_prepared
-            if len(proposal) < self.limits.max_batch_tokens:
+            if len(proposal) < self._limits.max_batch_tokens:
                 running.propose(proposal)
 
-    def _step(self, batch: list[tuple[_Verifying, SequenceInput]]) -> list[Tensor]:
+    def _begin_slow_masks(self) -> None:
+        """Begin the masks that no step waits for."""
+        for running in self.queue.running.values():
+            if running.session.has_slow_masks and not (running.has_masks or running.must_draft):
+                running.must_mask = True
+                self._masks.begin(running, partial(self._prepare, running))
+
+    def _forward(self, batch: Feeds[_Verifying]) -> list[Tensor]:
         """Run the forward, and meanwhile compute the masks of the sessions with a grammar."""
         for running, feed in batch:
             if feed.num_logits:
                 self._masks.begin(running, partial(self._prepare, running))
-        self.num_forwards = 1
         logits = self.engine.step([feed for _, feed in batch])
         wait_for_masks(running.session for running, feed in batch if feed.num_logits)
         if self._is_tapped:
@@ -240,11 +258,11 @@ class TargetScheduler(Scheduler[VerifyTask, _Verifying]):
         self._ahead.pop(session.session_id, None)
         self._expected.discard(session.session_id)
         self._head.end(session)
-        super()._forget(session)
+        self.batcher.forget(session)
 
     def _forget_prefix(self, session_id: str) -> None:
         self._head.forget(session_id)
-        super()._forget_prefix(session_id)
+        self.engine.forget(session_id)
 
     def _edits(self, session: SessionCopy) -> LogitEdits:
         return session.edits_for(session.spec.params, self.engine.vocab_size, self.engine.device)

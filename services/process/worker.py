@@ -21,9 +21,9 @@ from gammaray.telemetry.otel import Telemetry
 from gammaray.telemetry.prometheus import MetricsExport
 from services.process.registry import Announcer
 from services.process.server import DRAIN_TIMEOUT_S, GrpcServer, check_serving
-from services.scheduling.block_queue import BlockQueue
 from services.scheduling.load import LoadReport, LoadReporter
 from services.scheduling.planning import Limits
+from services.scheduling.scheduler import Scheduler
 from services.streaming.engine_thread import EngineThread
 from services.streaming.messages import Model
 from services.streaming.streams import Streams
@@ -79,7 +79,7 @@ class Worker(ABC, Generic[SettingsT]):
         return Limits(settings.max_batch_tokens, settings.prefill_chunk, max_step_s=MAX_STEP_S)
 
     @abstractmethod
-    def load_model(self, path: str) -> tuple[Model, BlockQueue[Any, Any]]:
+    def load_model(self, path: str) -> tuple[Model, Scheduler[Any]]:
         """Load what this kind of worker serves, in the engine's thread; return its facts and scheduler."""
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Worker(ABC, Generic[SettingsT]):
         gc.collect()
         gc.freeze()
         self._metrics = MetricsExport(
-            self.engine.scheduler.meter.meter,
+            self.engine.scheduler.queue.meter.meter,
             role=self.role,
             model=settings.model,
             listen=settings.metrics_listen,
@@ -129,7 +129,7 @@ class Worker(ABC, Generic[SettingsT]):
 
     async def load(self) -> LoadReport:
         """Return the load since the last call; TimeoutError if a step takes too long."""
-        counters = await asyncio.wait_for(self.engine.call(lambda s: s.load()), _LOAD_TIMEOUT_S)
+        counters = await asyncio.wait_for(self.engine.call(lambda s: s.queue.load()), _LOAD_TIMEOUT_S)
         return self._load_reporter.report(counters)
 
     async def stop(self) -> bool:
@@ -171,7 +171,7 @@ class Worker(ABC, Generic[SettingsT]):
         await self._server.stop(0)
         self.ended.set()
 
-    def _load(self) -> BlockQueue[Any, Any]:
+    def _load(self) -> Scheduler[Any]:
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types here
         self._model, scheduler = self.load_model(resolve_model(self.settings.model, self.role))
         return scheduler

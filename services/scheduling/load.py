@@ -12,7 +12,7 @@ class LoadCounters:
 
     block_s: float = 0.0  # seconds from arrival to answer, over all blocks answered
     busy_s: float = 0.0  # seconds spent in steps that served blocks
-    lookups: int = 0  # requested proposals that draft-ahead may have prepared; 0 for a target worker
+    lookups: int = 0  # requested proposals that draft-ahead may have prepared
     hits: int = 0  # those that it had prepared
     cache_use: float = 0.0  # share of the KV cache budget in use; not a sum but the current value
 

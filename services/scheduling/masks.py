@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from gammaray.errors import GammarayError
-from services.scheduling.block_queue import Work
+from services.scheduling.scheduler import BlockQueue, Work
 from services.scheduling.sessions import SessionCopy
 
 MAX_WAIT_S = 0.03
@@ -71,8 +71,9 @@ def wait_for_masks(sessions: Iterable[SessionCopy]) -> None:
     wait(_masking(sessions), MAX_WAIT_S)
 
 
-def wait_for_any(sessions: Iterable[SessionCopy | None]) -> None:
-    """Wait a moment for the masks of one of these sessions, where a scheduler has nothing else to do."""
+def wait_for_any(queue: BlockQueue[Any, Any]) -> None:
+    """Wait a moment for the masks of one of the sessions with blocks, as there is nothing else to do."""
+    sessions = map(queue.sessions.find, (*queue.running, *queue.waiting))
     present = (session for session in sessions if session is not None and session.is_masking)
     wait(_masking(present), POLL_S, FIRST_COMPLETED)
 

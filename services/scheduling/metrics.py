@@ -25,41 +25,36 @@ class AheadStats:
     lookups: int = 0  # requested proposals that follow another one of the session
     hits: int = 0  # those that were prepared, so that the request took no forward
     forwards: int = 0  # forwards spent on drafting ahead
-    rows: int = 0  # tokens fed in them
 
 
 class WorkerMeter:
-    """The metrics of one worker; written by the engine's thread."""
+    """The metrics of one worker; written by the engine's thread.
 
-    def __init__(self, role: str) -> None:
+    Args:
+        num_queued: Returns the number of blocks waiting or running; called at every collection.
+        stats: Returns the cache's counters; called at every collection.
+
+    Attributes:
+        ahead: Written by what drafts ahead.
+        first_tokens: Counts by arm and outcome, see `services.learning.versions`.
+    """
+
+    def __init__(self, role: str, num_queued: Callable[[], int], stats: Callable[[], CacheStats]) -> None:
         self.meter = meter = Meter()
         self.step_s = meter.histogram("gammaray.worker.step.duration", role=role)
-        self._role = role
         self._blocks = meter.histogram("gammaray.worker.step.blocks", role=role)
         self._prefix_queries = meter.counter("gammaray.worker.prefix_cache.queries", role=role)
         self._prefix_hits = meter.counter("gammaray.worker.prefix_cache.hits", role=role)
-        self._ahead: AheadStats | None = None
-        self._first_tokens: Mapping[tuple[str, str], int] = NO_FIRST_TOKENS
-        for arm, outcome in self._first_tokens:
+        self.ahead = AheadStats()
+        self.first_tokens: Mapping[tuple[str, str], int] = NO_FIRST_TOKENS
+        for arm, outcome in self.first_tokens:
             read = partial(self._num_first_tokens, arm, outcome)
             meter.observed("gammaray.worker.drafter.first_tokens", read, role=role, arm=arm, outcome=outcome)
-
-    def watch(self, num_queued: Callable[[], int], stats: Callable[[], CacheStats]) -> None:
-        """Read the number of blocks waiting or running, and the cache's counters, at every collection."""
-        meter, role = self.meter, self._role
         meter.gauge("gammaray.worker.queue_depth", num_queued, role=role)
         meter.gauge("gammaray.worker.cache.used", lambda: stats().cache_bytes, role=role)
         meter.gauge("gammaray.worker.cache.budget", lambda: stats().cache_budget_bytes, role=role)
         meter.gauge("gammaray.worker.cache.retained", lambda: stats().retained_bytes, role=role)
         meter.observed("gammaray.worker.cache.evictions", lambda: stats().num_evictions, role=role)
-
-    def watch_ahead(self, stats: AheadStats) -> None:
-        """Include the counters of draft-ahead in the totals."""
-        self._ahead = stats
-
-    def watch_first_tokens(self, counts: Mapping[tuple[str, str], int]) -> None:
-        """Report the counts of first tokens by arm and outcome, see `services.learning.versions`."""
-        self._first_tokens = counts
 
     def looked_up(self, num_tokens: int, num_cached: int) -> None:
         """Count the tokens with which a session starts on this worker, and how many of them were cached."""
@@ -72,16 +67,15 @@ class WorkerMeter:
         self._blocks.observe(num_blocks)
 
     def _num_first_tokens(self, arm: str, outcome: str) -> int:
-        return self._first_tokens[arm, outcome]
+        return self.first_tokens[arm, outcome]
 
     @property
     def totals(self) -> WorkerTotals:
         """Totals since the start of the worker."""
-        ahead = self._ahead
         return WorkerTotals(
             steps=sum(self._blocks.counts),
             step_blocks=int(self._blocks.total),
             step_us=int(self.step_s.total * 1e6),
-            ahead_lookups=ahead.lookups if ahead is not None else 0,
-            ahead_hits=ahead.hits if ahead is not None else 0,
+            ahead_lookups=self.ahead.lookups,
+            ahead_hits=self.ahead.hits,
         )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.batch import SequenceInput
-from services.scheduling.block_queue import TaskT, Work
+from services.scheduling.scheduler import TaskT, Work
 
 MIN_STEP_TOKENS = 32
 """A step may always take as many tokens, so that its fixed costs (weights read, threads woken) are shared."""

@@ -1,216 +1,256 @@
-"""Continuous batching of blocks, in the engine's thread.
+"""What serves a worker's blocks: what its thread knows of a scheduler, and the queue that each of them has.
 
-Both workers share this scheduler: verification feeds a whole proposal in one forward, drafting feeds one
-token per forward, both after the committed tokens that are not cached.
+At most one block per session runs at a time; the others wait for it. Expired and cancelled blocks are
+dropped before each step.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from abc import abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
-from typing import Generic
+from collections import deque
+from collections.abc import Callable, Iterable
+from ctypes import c_int32
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
-from torch import Tensor
-
-from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError
-from services.engine.core.batch import SequenceInput
-from services.engine.core.device import raise_if_lost, wait_for_device
-from services.engine.core.errors import CacheFullError, EngineLostError
+from gammaray.errors import CancelledError, DeadlineExceededError, GammarayError
+from services.engine.core.errors import EngineLostError
 from services.engine.core.kv_cache import CacheStats
-from services.engine.core.prefix_cache import MIN_PREFIX
-from services.engine.engine import Engine
-from services.scheduling.block_queue import BlockQueue, TaskT
 from services.scheduling.grammars import Grammars
-from services.scheduling.masks import wait_for_any
-from services.scheduling.planning import Limits, Running, RunningT, StepBudget, plan
-from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import NeedTokens, Reply, Timing
+from services.scheduling.load import LoadCounters
+from services.scheduling.metrics import WorkerMeter
+from services.scheduling.sessions import SessionCopy, SessionTable
+from services.scheduling.tasks import NeedTokens, Release, Reply, Task, Timing
 
-MAX_SCORED_BYTES = 128 * 2**20
-"""Bytes of the logits of committed tokens that one forward may return, for log-probabilities of prompts."""
+MAX_SESSIONS = 4096
+"""Upper bound of sessions whose token ids a worker keeps; their KV cache has its own budget."""
 
-_log = logging.getLogger(__name__)
+TaskT = TypeVar("TaskT", bound=Task)
 
 
-class Scheduler(BlockQueue[TaskT, RunningT], Generic[TaskT, RunningT]):
-    """Serves blocks of many sessions with one engine; at most one block per session at a time.
+@dataclass(slots=True, eq=False)
+class Work(Generic[TaskT]):
+    """A block being worked on."""
 
-    Args:
-        vocab_size: Number of token ids of the sessions; None: that of the engine's model.
+    task: TaskT
+    session: SessionCopy  # its session, with the committed tokens
+    timing: Timing = field(default_factory=Timing, kw_only=True)  # what it has cost so far
+    is_started: bool = field(default=False, kw_only=True)  # whether a forward has included it
+    has_masks: bool = field(default=False, kw_only=True)  # whether the masks of its grammar were begun
+
+
+WorkT = TypeVar("WorkT", bound="Work[Any]")
+Start = Callable[[TaskT, SessionCopy], object]
+"""Returns the `Work` of a block whose session has the committed tokens, or its outcome if the engine need not
+or cannot compute it."""
+
+
+class Scheduler(Protocol[TaskT]):
+    """The scheduler of a worker: takes blocks from its queue, has an engine compute them, and answers them.
+
+    `EngineThread` builds and drives it in one thread: all methods run there, between two steps, except those
+    that say that any thread may call them. `services.own` and `services.vllm` have one for each role.
 
     Attributes:
-        budget: How many tokens a step may take.
-        num_forwards: Forwards of the last step; more than one if a worker ran several in one call.
+        queue: Its blocks and sessions.
+        step_timeout_s: After how many seconds a step counts as stuck; None: never.
     """
 
-    def __init__(
-        self, engine: Engine, limits: Limits, vocab_size: int | None = None, grammars: Grammars | None = None
-    ) -> None:
-        scored_rows = max(1, MAX_SCORED_BYTES // (4 * engine.vocab_size))
-        self.engine, self.limits = engine, replace(limits, max_scored_rows=scored_rows)
-        self.budget = StepBudget(self.limits)
-        self.num_forwards = 1
-        super().__init__(vocab_size or engine.vocab_size, str(engine.device), grammars)
+    role: ClassVar[str]
+    queue: BlockQueue[TaskT, Any]
+    step_timeout_s: float | None
 
-    @abstractmethod
-    def _start(self, task: TaskT, session: SessionCopy) -> RunningT | object:
-        """Return the work of an admitted task, or its outcome if no forward is needed."""
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
 
-    @abstractmethod
-    def _advance(self, running: RunningT, logits: Tensor) -> object | None:
-        """Take the logits `[num_logits, vocab_size]` of a feed; None requests another forward."""
+    def submit(self, tasks: Iterable[TaskT]) -> None:
+        """Queue blocks; those of one session are served one after another."""
 
-    def stats(self) -> CacheStats:
-        return self.engine.stats()
+    def step(self) -> list[tuple[TaskT, Reply]]:
+        """Serve as many blocks as fit, and return the answers that are ready.
+
+        Raises:
+            EngineLostError: No later step can succeed: the thread answers all blocks and ends.
+            Exception: The step failed, and the thread calls `fail_all`.
+        """
+
+    def release(self, endings: Iterable[Release]) -> None:
+        """End sessions: release their caches and cancel their blocks."""
 
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and drop every session, including the caches of ended sessions."""
-        super().fail_all(error)
-        self.engine.drop_retained()
 
-    def step(self) -> list[tuple[TaskT, Reply]]:
-        self._drop_dead()
-        self._admit()
-        self._prepare_blocks()
-        ready = [running for running in self._running.values() if running.is_ready]
-        # Alone, a session's steps delay no other one.
-        budget = self.budget if len(self.sessions) > 1 else None
-        batch = plan(ready, self.engine.length, self.limits, budget)
-        if batch:
-            self._forward(batch)
-        elif not self._replies:
-            wait_for_any(map(self.sessions.find, (*self._running, *self._waiting)))
-        replies, self._replies = self._replies, []
+    def check(self) -> None:
+        """Raise EngineLostError if no further step can run; any thread may call it, also during a step."""
+
+    def close(self) -> None:
+        """End what the scheduler and its engine started; no other method is called afterwards."""
+
+
+class BlockQueue(Generic[TaskT, WorkT]):
+    """The blocks of a scheduler: admits them to its engine and keeps their answers until the step ends.
+
+    Args:
+        vocab_size: Number of token ids of the sessions.
+        device: Device on which their noise is computed.
+        grammars: Compiles the sessions' grammars; None: sessions with one are refused.
+        stats: Returns the counters of the engine's cache; any thread may call it.
+        forget: Releases what the engine holds of a session that the table drops.
+        withdraw: Withdraws the request to the engine for a block that is no longer needed.
+
+    Attributes:
+        waiting: Blocks that are not admitted, by session.
+        running: Admitted blocks by session, oldest first.
+        replies: The answers of this step.
+        stop: Not 0 while blocks are about to be submitted: draft-ahead ends with its current forward.
+        on_stop: Called when `stop` is set, by the thread that sets it.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        vocab_size: int,
+        device: str,
+        grammars: Grammars | None,
+        stats: Callable[[], CacheStats],
+        forget: Callable[[SessionCopy], None],
+        withdraw: Callable[[WorkT], None] = lambda work: None,
+    ) -> None:
+        self.grammars, self.stats, self._withdraw = grammars, stats, withdraw
+        self.waiting: dict[str, deque[TaskT]] = {}
+        self.running: dict[str, WorkT] = {}
+        self.replies: list[tuple[TaskT, Reply]] = []
+        self.stop = c_int32()
+        self.on_stop: Callable[[], None] = lambda: None
+        self._block_s = 0.0
+        self.meter = WorkerMeter(role, lambda: self.num_queued, stats)
+        self.sessions = SessionTable(MAX_SESSIONS, vocab_size, device, self.running.__contains__, forget)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no block waits for an answer; there may be other work."""
+        return not (self.running or self.waiting or self.replies)
+
+    @property
+    def num_queued(self) -> int:
+        """Blocks waiting or running; may be read from any thread."""
+        return len(self.running) + sum(map(len, tuple(self.waiting.values())))
+
+    def load(self) -> LoadCounters:
+        """Return the load counters so far."""
+        stats, ahead = self.stats(), self.meter.ahead
+        cache_use = stats.cache_bytes / stats.cache_budget_bytes
+        return LoadCounters(self._block_s, self.meter.step_s.total, ahead.lookups, ahead.hits, cache_use)
+
+    def preempt(self, tasks: Iterable[TaskT]) -> None:
+        """Shorten speculative work because `tasks` are about to be submitted; callable from any thread."""
+        if not all(task.is_notice for task in tasks):
+            self.stop.value = 1
+            self.on_stop()
+
+    def submit(self, tasks: Iterable[TaskT]) -> None:
+        """Queue blocks; those of one session are served one after another."""
+        for task in tasks:
+            if not task.is_notice:
+                self.stop.value = 0  # reset: draft-ahead does not run while blocks wait
+            self.waiting.setdefault(task.session_id, deque()).append(task)
+
+    def drop_dead(self) -> None:
+        """Answer the running blocks that expired or were cancelled."""
+        now = time.monotonic()
+        for work in list(self.running.values()):
+            error = _reason_to_drop(work.task, now)
+            if error is not None:
+                self.drop(work, error)
+
+    def admit(self, start: Start[TaskT], check: Callable[[TaskT], None] = lambda task: None) -> None:
+        """Let the next block of each session run, or answer it.
+
+        `check` raises InvalidArgumentError for a block that cannot be served, before its session changes.
+        """
+        now = time.monotonic()
+        for session_id in list(self.waiting):
+            queue = self.waiting[session_id]
+            while queue and session_id not in self.running and not self._is_masking(session_id):
+                task = queue.popleft()
+                outcome = _reason_to_drop(task, now) or self._try_start(task, start, check)
+                if isinstance(outcome, Work):
+                    self.running[session_id] = cast("WorkT", outcome)
+                else:
+                    self._reply(task, outcome)
+            if not queue:
+                del self.waiting[session_id]
+
+    def _is_masking(self, session_id: str) -> bool:
+        session = self.sessions.find(session_id)
+        return session is not None and session.is_masking
+
+    def _try_start(self, task: TaskT, start: Start[TaskT], check: Callable[[TaskT], None]) -> object:
+        try:
+            check(task)
+            session = self.sessions.admit(task)
+            return session if isinstance(session, NeedTokens) else start(task, session)
+        except EngineLostError:
+            raise
+        except GammarayError as error:
+            return error
+
+    def note_start(self, work: WorkT) -> None:
+        """Note how long a block waited before the first forward that includes it."""
+        if not work.is_started:
+            work.is_started = True
+            waited_us = int((time.monotonic() - work.task.arrived) * 1e6) - work.timing.head_us
+            work.timing.queue_us = max(0, waited_us)
+
+    def answer(self, work: WorkT, outcome: object) -> None:
+        """End the work on a block."""
+        del self.running[work.task.session_id]
+        self._reply(work.task, outcome, work.timing)
+
+    def drop(self, work: WorkT, error: GammarayError) -> None:
+        """Answer a block that the engine need not compute any more."""
+        self._withdraw(work)
+        self.answer(work, error)
+
+    def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
+        self._block_s += time.monotonic() - task.arrived
+        outcome = None if task.is_notice else outcome
+        self.replies.append((task, Reply(task.request_id, task.session_id, outcome, timing or Timing())))
+
+    def take_replies(self) -> list[tuple[TaskT, Reply]]:
+        """Return the answers of a step that ends."""
+        replies, self.replies = self.replies, []
         return replies
 
-    def _prepare_blocks(self) -> None:
-        """Prepare admitted blocks before their first forward; a worker may draft for several at once."""
+    def release(self, endings: Iterable[Release], forget_prefix: Callable[[str], None]) -> None:
+        """End sessions; `forget_prefix` drops what the cache retains of one for others with its prefix."""
+        for session_id, epoch, forgets in endings:
+            if epoch == 0 or epoch >= self._newest_epoch(session_id):
+                if forgets:
+                    forget_prefix(session_id)
+                self._end(session_id, CancelledError(f"session {session_id} was released"))
 
-    def _forget(self, session: SessionCopy) -> None:
-        """Release a session's cache; with a cache salt it is retained for sessions with the same prefix."""
-        if (salt := session.spec.cache_salt) is not None:
-            self.engine.retain(session.session_id, salt)
-        else:
-            self.engine.release(session.session_id)
+    def _newest_epoch(self, session_id: str) -> int:
+        waiting = max((task.epoch for task in self.waiting.get(session_id, ())), default=0)
+        return max(waiting, self.sessions.epoch(session_id))
 
-    def _forget_prefix(self, session_id: str) -> None:
-        self.engine.forget(session_id)
+    def fail_all(self, error: GammarayError) -> None:
+        """Answer every block with `error` and drop every session."""
+        for session_id in {*self.waiting, *self.running, *self.sessions}:
+            self._end(session_id, error)
 
-    def _try_start(self, task: TaskT) -> RunningT | object:
-        try:
-            session = self.sessions.admit(task)
-            if isinstance(session, NeedTokens):
-                return session
-            self.engine.share(task.session_id, session.spec.cache_salt)
-            if task.reads_anew:
-                self.engine.truncate(task.session_id, 0)
-            else:
-                self._match_cache(session)
-            outcome = self._start(task, session)
-            if task.spec is not None and isinstance(outcome, Running):
-                outcome.timing.cached_tokens = self.engine.length(task.session_id)
-                self.meter.looked_up(len(session.tokens), outcome.timing.cached_tokens)
-            return outcome
-        except EngineLostError:
-            raise
-        except GammarayError as error:
-            return error
-
-    def _match_cache(self, session: SessionCopy) -> None:
-        """Drop cached entries that are not the committed tokens; fork a shared prefix when none is left."""
-        self._match_tokens(session, session.tokens, session.changed_from)
-
-    def _match_tokens(self, session: SessionCopy, tokens: Sequence[int], changed_from: int) -> None:
-        """Do so for the model's tokens of a session, which are as cached before `changed_from`."""
-        cached = self.engine.tokens(session.session_id)
-        num_cached = len(cached)
-        same, end = min(changed_from, num_cached), min(num_cached, len(tokens))
-        while same < end and cached[same] == tokens[same]:
-            same += 1
-        if same < num_cached:
-            self.engine.truncate(session.session_id, same)
-        salt = session.spec.cache_salt
-        if same == 0 and salt is not None and len(tokens) > MIN_PREFIX:
-            source, shared = self.engine.longest_prefix(tokens[:-1], salt)
-            if shared >= MIN_PREFIX:
-                # With those in work they may not fit: then the prefix is computed again, in chunks. Without
-                # `keep` a block of several chunks would lose its cache to each new block, and starve.
-                with suppress(CacheFullError):
-                    self.engine.fork(source, session.session_id, shared, frozenset(self._running))
-
-    def _forward(self, batch: list[tuple[RunningT, SequenceInput]]) -> None:
-        began = time.perf_counter()
-        for running, _ in batch:
-            self._note_start(running)
-        results = self._run_engine(batch)
-        if results is None:
-            return
-        forward_us = _elapsed_us(began)
-        done = []
-        for (running, feed), logits in zip(batch, results, strict=True):
-            outcome = self._try_advance(running, logits) if feed.num_logits else None
-            if outcome is not None:
-                done.append((running, outcome))
-        num_tokens, num_forwards = sum(len(feed.token_ids) for _, feed in batch), self.num_forwards
-        cost = Timing(0, _elapsed_us(began), forward_us, len(batch), num_tokens, num_forwards)
-        cost.batch_rows = sum(feed.num_logits for _, feed in batch)
-        self.budget.observe(num_tokens // num_forwards, cost.compute_us * 1e-6 / num_forwards)
-        for _ in range(num_forwards):
-            self.meter.step(cost.compute_us * 1e-6 / num_forwards, len(batch))
-        for running, _ in batch:
-            running.timing.add(cost)
-        for running, outcome in done:
-            del self._running[running.task.session_id]
-            self._reply(running.task, outcome, running.timing)
-
-    def _run_engine(self, batch: list[tuple[RunningT, SequenceInput]]) -> list[Tensor] | None:
-        """Run the forward; None when it failed, in which case the affected blocks were answered."""
-        try:
-            results = self._step(batch)
-            wait_for_device(self.engine.device)  # else only the launch would be timed
-            return results
-        except EngineLostError:
-            raise
-        except CacheFullError as error:
-            if len(batch) > 1:
-                # The batch does not fit: run the oldest block alone, which evicts others; they run later.
-                self._forward(batch[:1])
-            else:
-                self._fail(batch, ResourceExhaustedError(f"the KV cache budget is too small: {error}"))
-        except Exception as error:
-            raise_if_lost(error)
-            _log.exception("a forward over %d sessions failed", len(batch))
-            self._fail(batch, InternalError(f"the forward failed: {type(error).__name__}: {error}"))
-        return None
-
-    def _step(self, batch: list[tuple[RunningT, SequenceInput]]) -> list[Tensor]:
-        """Run the forward; a worker that runs several sets `num_forwards` and writes its feeds to `batch`."""
-        self.num_forwards = 1
-        return self.engine.step([feed for _, feed in batch])
-
-    def _try_advance(self, running: RunningT, logits: Tensor) -> object | None:
-        try:
-            return self._advance(running, logits)
-        except EngineLostError:
-            raise
-        except GammarayError as error:
-            return error
-        except Exception as error:
-            raise_if_lost(error)
-            _log.exception("session %s failed", running.task.session_id)
-            self.engine.release(running.task.session_id)
-            return InternalError(f"{type(error).__name__}: {error}")
-
-    def _fail(self, batch: list[tuple[RunningT, SequenceInput]], error: GammarayError) -> None:
-        for running, _ in batch:
-            del self._running[running.task.session_id]
-            self.engine.release(running.task.session_id)
-            self._reply(running.task, error, running.timing)
+    def _end(self, session_id: str, error: GammarayError) -> None:
+        for task in self.waiting.pop(session_id, ()):
+            self._reply(task, error)
+        if (running := self.running.get(session_id)) is not None:
+            self.drop(running, error)
+        self.sessions.drop(session_id)
 
 
-def _elapsed_us(since: float) -> int:
-    return int((time.perf_counter() - since) * 1e6)
+def _reason_to_drop(task: Task, now: float) -> GammarayError | None:
+    if task.cancelled:
+        return CancelledError("the stream of the block was closed")
+    if now > task.deadline:
+        return DeadlineExceededError(f"not finished within {(now - task.arrived) * 1000:.0f} ms")
+    return None

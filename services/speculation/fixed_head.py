@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from services.scheduling.metrics import NO_FIRST_TOKENS
 from services.scheduling.sessions import SessionCopy
 
 
@@ -13,7 +14,7 @@ class FixedHead:
     """A head that does not learn, or none: what a scheduler calls."""
 
     number = 0  # of the version that drafts
-    first_tokens: Mapping[tuple[str, str], int] | None = None  # counts by arm and outcome
+    first_tokens: Mapping[tuple[str, str], int] = NO_FIRST_TOKENS  # by arm and outcome
 
     def close(self) -> None:
         """End the threads and processes that were started."""

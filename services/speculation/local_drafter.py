@@ -23,6 +23,7 @@ from services.engine.core.batch import SequenceInput
 from services.engine.core.device import raise_if_lost
 from services.engine.core.session_cache import common_prefix
 from services.engine.engine import Engine
+from services.scheduling.metrics import NO_FIRST_TOKENS
 from services.scheduling.sessions import SessionCopy
 from services.speculation.drafting import PendingProposal
 from services.speculation.predictor import DraftModel
@@ -43,7 +44,7 @@ class TargetHead:
     """What drafts in a target worker for its sessions; this base class proposes nothing."""
 
     taps: Sequence[int] = ()  # the target's hidden states that `take` expects, by the ids of `Engine.tap`
-    first_tokens: Mapping[tuple[str, str], int] | None = None  # by arm and outcome, of a head that learns
+    first_tokens: Mapping[tuple[str, str], int] = NO_FIRST_TOKENS  # by arm and outcome
 
     def close(self) -> None:
         """End the threads and processes that were started."""

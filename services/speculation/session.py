@@ -193,7 +193,7 @@ class Speculation:
     def _feed_block(self, node: Node) -> SequenceInput:
         """Return the feed of a node after those before it that were not fed, with masks after it."""
         assert self.sent is not None
-        tree, unfed = self.tree, self.unfed(node)
+        tree, unfed = self.tree, self._unfed(node)
         masks = self.masks(node, self.sent.shape.depth)
         token_ids = [before.token_id for before in unfed] + masks
         parents, num_kept = None, len(tree.off_chain)
@@ -202,7 +202,7 @@ class Speculation:
         session_id, num_logits = self.session.session_id, len(masks) + 1
         return SequenceInput(session_id, tree.chain_length, token_ids, num_logits, parents, num_kept)
 
-    def unfed(self, node: Node) -> list[Node]:
+    def _unfed(self, node: Node) -> list[Node]:
         """Return the nodes that are not in the engine's cache, from the root to this node."""
         return [before for before in node.path() if before.place is None]
 
@@ -264,7 +264,7 @@ class Speculation:
             self._predict_after(nodes, logits)
             return
         (node,) = nodes
-        self._note_fed(nodes if node is self.tree.root else self.unfed(node))
+        self._note_fed(nodes if node is self.tree.root else self._unfed(node))
         self._engine.truncate(self.session.session_id, self.tree.chain_length, len(self.tree.off_chain))
         node.prediction, *node.block = self._block(node, logits)
 

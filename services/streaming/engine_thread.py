@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from gammaray.errors import InternalError, UnavailableError
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import EngineLostError
-from services.scheduling.block_queue import BlockQueue
+from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import Release, Reply, Task
 
 MAX_DELIVERY_S = 1e-3
@@ -30,7 +30,7 @@ STUCK_AFTER_S = 5.0
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Command = Callable[[BlockQueue[Any, Any]], None]
+Command = Callable[[Scheduler[Any]], None]
 
 
 class EngineThread:
@@ -40,13 +40,13 @@ class EngineThread:
     stopped or because the engine is lost.
     """
 
-    def __init__(self, load: Callable[[], BlockQueue[Any, Any]], name: str) -> None:
+    def __init__(self, load: Callable[[], Scheduler[Any]], name: str) -> None:
         self._load = load
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loaded: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.scheduler: BlockQueue[Any, Any] | None = None
+        self.scheduler: Scheduler[Any] | None = None
         self._is_delivered = threading.Event()
         self._step_began: float | None = None
         self._lost_since: float | None = None
@@ -66,7 +66,7 @@ class EngineThread:
     def submit(self, tasks: Sequence[Task]) -> None:
         """Queue blocks; each is answered through its `deliver`."""
         if self.scheduler is not None:
-            self.scheduler.preempt(tasks)
+            self.scheduler.queue.preempt(tasks)
         self._inbox.put(lambda scheduler: scheduler.submit(tasks))
 
     def check(self) -> None:
@@ -92,16 +92,16 @@ class EngineThread:
         return ""
 
     def release(self, endings: Sequence[Release]) -> None:
-        """End sessions, see `BlockQueue.release`."""
+        """End sessions, see `Scheduler.release`."""
         self._inbox.put(lambda scheduler: scheduler.release(endings))
 
-    async def call(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
+    async def call(self, function: Callable[[Scheduler[Any]], T]) -> T:
         """Run `function` between two steps and return its result; UnavailableError if the thread ended."""
         if not self.is_alive:
             raise UnavailableError("the engine has stopped")
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-        def command(scheduler: BlockQueue[Any, Any]) -> None:
+        def command(scheduler: Scheduler[Any]) -> None:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function(scheduler))
@@ -111,7 +111,7 @@ class EngineThread:
         self._inbox.put(command)
         return await asyncio.wrap_future(future)
 
-    def look(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
+    def look(self, function: Callable[[Scheduler[Any]], T]) -> T:
         """Return the result of `function`, which any thread may call, also during a step."""
         if not self.is_alive or self.scheduler is None:
             raise UnavailableError("the engine has stopped")
@@ -140,14 +140,14 @@ class EngineThread:
             self._tell(self.ended.set)
             scheduler.close()
 
-    def _answer_all(self, scheduler: BlockQueue[Any, Any], error: EngineLostError) -> None:
+    def _answer_all(self, scheduler: Scheduler[Any], error: EngineLostError) -> None:
         try:
             scheduler.fail_all(error)
             self._hand_over(scheduler.step())
         except Exception:  # the caches are on the device that is lost
             _log.exception("the blocks that waited are not answered")
 
-    def _serve(self, scheduler: BlockQueue[Any, Any]) -> None:
+    def _serve(self, scheduler: Scheduler[Any]) -> None:
         while self._drain(scheduler):
             self._step_began = time.monotonic()
             try:
@@ -163,11 +163,11 @@ class EngineThread:
                 self._step_began = None
             if replies and not self._hand_over(replies):
                 return
-            if replies and scheduler.is_idle and scheduler.has_work and self._inbox.empty():
+            if replies and scheduler.queue.is_idle and scheduler.has_work and self._inbox.empty():
                 # Otherwise a step would take the GIL before the event loop has sent the replies.
                 self._is_delivered.wait(MAX_DELIVERY_S)
 
-    def _drain(self, scheduler: BlockQueue[Any, Any]) -> bool:
+    def _drain(self, scheduler: Scheduler[Any]) -> bool:
         """Run all queued commands, waiting for one when there is no work; return False at the end."""
         try:
             command = self._inbox.get(block=not scheduler.has_work)

@@ -14,7 +14,7 @@ from gammaray.errors import GammarayError
 from gammaray.v1 import types_pb2
 from gammaray.wire.convert import sampling_from_proto
 from gammaray.wire.enums import method_from_proto
-from services.scheduling.block_queue import BlockQueue
+from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import NeedTokens, Reply, SessionSpec
 from services.streaming.engine_thread import EngineThread
 from services.streaming.streams import Deliver
@@ -96,16 +96,16 @@ async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:
     leaves when one takes longer.
     """
 
-    def measure(scheduler: BlockQueue[Any, Any]) -> dict[str, Any]:
-        stats = scheduler.stats()
+    def measure(scheduler: Scheduler[Any]) -> dict[str, Any]:
+        queue, stats = scheduler.queue, scheduler.queue.stats()
         return {
             "protocol": PROTOCOL,
             "oldest_protocol": OLDEST_PROTOCOL,
             "num_sessions": stats.num_sessions,
-            "num_queued": scheduler.num_queued,
+            "num_queued": queue.num_queued,
             "cache_bytes": stats.cache_bytes,
             "cache_budget_bytes": stats.cache_budget_bytes,
-            "totals": types_pb2.WorkerTotals(**vars(scheduler.meter.totals)),
+            "totals": types_pb2.WorkerTotals(**vars(queue.meter.totals)),
         }
 
     scheduler = engine.scheduler

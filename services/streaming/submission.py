@@ -52,7 +52,7 @@ class Submission:
             self._engine.submit(ready)
 
     def release(self, endings: Sequence[Release]) -> None:
-        """End sessions, and answer their waiting blocks, see `BlockQueue.release`."""
+        """End sessions, and answer their waiting blocks, see `Scheduler.release`."""
         for session_id, epoch, _ in endings:
             waiting = self._waiting.get(session_id)
             if waiting and (epoch == 0 or epoch >= max(task.epoch for task in waiting)):
@@ -65,7 +65,7 @@ class Submission:
     def _must_compile(self, task: Task) -> bool:
         scheduler = self._engine.scheduler
         has_grammar = task.spec is not None and task.spec.params.grammar != ""
-        return has_grammar and scheduler is not None and scheduler.grammars is not None
+        return has_grammar and scheduler is not None and scheduler.queue.grammars is not None
 
     async def _pass_on(self, session_id: str) -> None:
         """Submit the waiting blocks of a session, each as soon as its grammar is compiled."""
@@ -86,9 +86,9 @@ class Submission:
         """Compile a block's grammar, unless it is answered or the engine will drop it; return its error."""
         scheduler, spec = self._engine.scheduler, task.spec
         assert scheduler is not None
-        assert scheduler.grammars is not None
+        assert scheduler.queue.grammars is not None
         assert spec is not None
-        begin, grammar = scheduler.grammars.begin, spec.params.grammar
+        begin, grammar = scheduler.queue.grammars.begin, spec.params.grammar
         turn = self._turns.setdefault(grammar, asyncio.Lock())
         try:
             async with turn, self._places:

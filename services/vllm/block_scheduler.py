@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,7 +20,8 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not
     """Pauses each request after its prompt and after each block.
 
     Proposals become the request's draft tokens; roll-back, KV blocks, chunked prefill and the prefix cache
-    are vLLM's own. What the sampler needs of a block travels on the `SchedulerOutput`, its verdict on the
+    are vLLM's own. The request of a draft runs in every step from its block on, a token each, until it is
+    paused or aborted. What the sampler needs of a block travels on the `SchedulerOutput`, its verdict on the
     `ModelRunnerOutput`.
 
     Requests with a posted block run oldest block first. vLLM takes memory from the last of its list, in which
@@ -38,21 +39,25 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not
         self.begin_masks: BeginMasks = no_masks
         self.num_scheduled: dict[str, int] = {}
         self.ended: list[str] = []
-        self._posted: dict[str, Any] = {}  # oldest first; PostedBlock, or DraftBlock of a draft
+        self._posted: dict[str, Any] = {}  # oldest first; PostedBlock until it runs, or DraftBlock of a draft
         self._masks: Callable[[], Masks] | None = None
         self._verdicts: Verdicts = {}
         self.states: States = {}
         self._announced: set[str] = set()
 
-    def post(self, request_id: str, block: PostedBlock) -> None:
-        """Let a request run once, with the block's proposal as its draft tokens.
+    def post(self, request_id: str, block: PostedBlock | DraftBlock) -> None:
+        """Let a request run: a target's once, with the block's proposal as its draft tokens.
 
         A request that has not been prefilled yet takes no draft tokens.
         """
-        request = self.requests[request_id]
         self._posted[request_id] = block
-        self.update_draft_token_ids(DraftTokenIds([request_id], [list(block.proposal.token_ids)]))
-        request.next_decode_eligible_step = 0
+        if isinstance(block, PostedBlock):
+            self.update_draft_token_ids(DraftTokenIds([request_id], [list(block.proposal.token_ids)]))
+        self.pause(request_id, is_paused=False)
+
+    def pause(self, request_id: str, *, is_paused: bool) -> None:
+        """Stop a request for some steps, or let it go on; it keeps its cache."""
+        self.requests[request_id].next_decode_eligible_step = _NEVER if is_paused else 0
 
     def withdraw(self, request_id: str) -> None:
         """Forget the block that was posted for a request."""
@@ -91,11 +96,14 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not
         self._announced |= output.finished_req_ids
         self.num_scheduled = dict(output.num_scheduled_tokens)
         self.running.sort(key=lambda request: request.request_id not in self.num_scheduled)
-        posted = self._take_posted(
-            request_id
+        posted = {
+            request_id: self._posted[request_id]
             for request_id in output.num_scheduled_tokens
             if request_id in self._posted and not self.requests[request_id].is_prefill_chunk
-        )
+        }
+        for request_id, block in posted.items():
+            if isinstance(block, PostedBlock):
+                del self._posted[request_id]
         self._masks = self.begin_masks(posted)  # where it fails, the next step names the ended sessions
         output.posted, output.ended, self.ended = posted, self.ended, []
         config = self.vllm_config.speculative_config
@@ -104,9 +112,6 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not
             depths = [block.draft_depth for block in posted.values()]
             output.num_spec_tokens_to_schedule = min(max(depths, default=0), most)
         return output
-
-    def _take_posted(self, request_ids: Iterable[str]) -> dict[str, Any]:
-        return {request_id: self._posted.pop(request_id) for request_id in request_ids}
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Masks | None:
         """Return the masks of gammaray's own grammars, computed while the forward runs."""
@@ -120,30 +125,10 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        self._pause_computed(scheduler_output)
-
-    def _pause_computed(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.num_scheduled_tokens:
-            if not self.requests[request_id].is_prefill_chunk:
-                self.requests[request_id].next_decode_eligible_step = _NEVER
-
-
-class DraftingScheduler(BlockScheduler):
-    """Runs a request in every step from its block on, a token each, until it is paused or aborted."""
-
-    def post(self, request_id: str, block: DraftBlock) -> None:  # type: ignore[override]
-        self._posted[request_id] = block
-        self.pause(request_id, is_paused=False)
-
-    def pause(self, request_id: str, *, is_paused: bool) -> None:
-        """Stop a request for some steps, or let it go on; it keeps its cache."""
-        self.requests[request_id].next_decode_eligible_step = _NEVER if is_paused else 0
-
-    def _take_posted(self, request_ids: Iterable[str]) -> dict[str, Any]:
-        return {request_id: self._posted[request_id] for request_id in request_ids}
-
-    def _pause_computed(self, scheduler_output: SchedulerOutput) -> None:
-        """Let all requests go on."""
+            is_draft = isinstance(self._posted.get(request_id), DraftBlock)
+            if not (is_draft or self.requests[request_id].is_prefill_chunk):
+                self.pause(request_id, is_paused=True)
 
 
 class NoProposer:

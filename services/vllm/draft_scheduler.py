@@ -14,22 +14,20 @@ is complete; any other text drops the request. Neither the tokens nor their numb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gammaray.errors import CancelledError, GammarayError
 from gammaray.types import Proposal, SparseDistribution, VerificationMethod
 from services.scheduling.grammars import Grammars
-from services.scheduling.load import LoadCounters
 from services.scheduling.masks import compute_masks
-from services.scheduling.metrics import AheadStats
-from services.scheduling.planning import Limits
+from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import ProposeTask, Reply, SessionSpec
+from services.scheduling.tasks import ProposeTask, Release, Reply, SessionSpec
 from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
-from services.vllm.request_queue import RequestQueue, RequestWork, salt_of
+from services.vllm.request_steps import MAX_STEP_S, RequestSteps, RequestWork, salt_of
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +73,7 @@ class _Ahead:
     is_paused: bool = False  # whether it waits while blocks are served
 
 
-class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
+class VllmDraftScheduler:
     """Drafts proposals, which are chains, with vLLM.
 
     Args:
@@ -85,11 +83,11 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
     """
 
     role: ClassVar[str] = "draft"
+    step_timeout_s: float | None = MAX_STEP_S
 
     def __init__(
         self,
         engine: VllmEngine,
-        limits: Limits,
         *,
         draft_top_k: int = DRAFT_TOP_K,
         weight_bits: int = WEIGHT_BITS,
@@ -99,54 +97,59 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self._top_k, self._bits, self._ahead_rows = draft_top_k, weight_bits, ahead_rows
         self._ahead: dict[str, _Ahead] = {}  # by session, oldest first
         self._answered: set[str] = set()  # sessions with a proposal
-        self.ahead_stats = AheadStats()
-        super().__init__(engine, limits, grammars)
-        if ahead_rows:
-            self.meter.watch_ahead(self.ahead_stats)
-
-    def load(self) -> LoadCounters:
-        stats = self.ahead_stats
-        return replace(super().load(), lookups=stats.lookups, hits=stats.hits)
-
-    def fail_all(self, error: GammarayError) -> None:
-        super().fail_all(error)
-        for session_id in list(self._ahead):
-            self._drop_ahead(session_id)
-        self.engine.recover()
-
-    def close(self) -> None:
-        self.engine.shutdown()
+        self.engine = engine
+        # The sampler draws the noise, on the device.
+        self.queue = BlockQueue[ProposeTask, _Drafting](
+            self.role, engine.vocab_size, "cpu", grammars, engine.stats, self._forget, self._withdraw
+        )
+        self._steps = RequestSteps(engine, self.queue, self.fail_all)
+        self._stats = self.queue.meter.ahead
 
     @property
     def has_work(self) -> bool:
-        return not self.is_idle or bool(self._going_ahead())
+        return not self.queue.is_idle or bool(self._going_ahead())
 
     def submit(self, tasks: Iterable[ProposeTask]) -> None:
         """Queue blocks; the newest of a session cancels those before it."""
         tasks = list(tasks)
         for task in tasks:
-            running = self._running.get(task.session_id)
+            running = self.queue.running.get(task.session_id)
             if running is not None and task.epoch >= running.task.epoch:
-                del self._running[task.session_id]
-                self._withdraw(running)
-                self._reply(running.task, _replaced(running.task), running.timing)
-        super().submit(tasks)
+                self.queue.drop(running, _replaced(running.task))
+        self.queue.submit(tasks)
 
     def step(self) -> list[tuple[ProposeTask, Reply]]:
-        self._drop_dead()
-        self._admit()
-        if self._running:
+        self.queue.drop_dead()
+        self.queue.admit(self._start)
+        if self.queue.running:
             self._make_room()
-            result = self._run()
-            if result is not None and not result.num_tokens:
-                self._unblock(is_preempted=bool(result.preempted))
-        elif not self._replies:
+            result = self._steps.run(self._begin_masks)
+            if result is not None:
+                self._evict_preempted(result)
+                self._take(result)
+                if not result.num_tokens:
+                    self._unblock(is_preempted=bool(result.preempted))
+        elif not self.queue.replies:
             self._draft_ahead()
-        replies, self._replies = self._replies, []
-        return replies
+        return self.queue.take_replies()
+
+    def release(self, endings: Iterable[Release]) -> None:
+        self.queue.release(endings, self._steps.forget_prefix)
+
+    def fail_all(self, error: GammarayError) -> None:
+        self.queue.fail_all(error)
+        for session_id in list(self._ahead):
+            self._drop_ahead(session_id)
+        self.engine.recover()
+
+    def check(self) -> None:
+        self.engine.check()
+
+    def close(self) -> None:
+        self.engine.shutdown()
 
     def _start(self, task: ProposeTask, session: SessionCopy) -> _Drafting | Proposal | CancelledError:
-        if any(task.epoch <= newer.epoch for newer in self._waiting[task.session_id]):
+        if any(task.epoch <= newer.epoch for newer in self.queue.waiting[task.session_id]):
             return _replaced(task)
         depth = min(task.shape.depth, self.engine.max_context - task.base_position)
         going_on = self._take_ahead(task, session)
@@ -165,44 +168,37 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
                     drafting.append(Drafted(token_id))
             if drafting.is_complete:
                 return self._finish(drafting)
-        self._by_request[drafting.request_id] = drafting
+        self._steps.works[drafting.request_id] = drafting
         return drafting
 
     def _withdraw(self, work: _Drafting) -> None:
-        del self._by_request[work.request_id]
+        del self._steps.works[work.request_id]
         self.engine.close(work.request_id)
 
-    def _close_requests(self, session_id: str) -> None:
-        self._answered.discard(session_id)
-        self._drop_ahead(session_id)
+    def _forget(self, session: SessionCopy) -> None:
+        self._answered.discard(session.session_id)
+        self._drop_ahead(session.session_id)
+        self._steps.forget(session)
 
-    def _step_engine(self) -> StepResult | None:
-        """Run a step, and give up requests that draft ahead and lost their cache."""
-        result = super()._step_engine()
-        preempted = set() if result is None else set(result.preempted)
-        # vLLM computes those of blocks again.
+    def _evict_preempted(self, result: StepResult) -> None:
+        """Give up requests that draft ahead and lost their cache; vLLM computes those of blocks again."""
         for session_id, ahead in list(self._ahead.items()):
-            if ahead.request_id in preempted:
+            if ahead.request_id in result.preempted:
                 self._evict(session_id)
-        return result
 
-    def _take(self, result: StepResult, took_us: int) -> None:
-        self._count(result, took_us, len(result.verdicts))
+    def _take(self, result: StepResult) -> None:
+        """Answer the blocks that a step completed."""
         for request_id, outcome in result.verdicts.items():
-            work = self._by_request.get(request_id)
+            work = self._steps.works.get(request_id)
             if work is None:
                 continue
             if isinstance(outcome, Drafted):
                 work.append(outcome)
                 if work.is_complete:
-                    self._end_work(work, self._finish(work))
+                    self._steps.answer(work, self._finish(work))
             else:
                 self.engine.close(request_id)
-                self._end_work(work, outcome)
-
-    def _end_work(self, work: _Drafting, outcome: object) -> None:
-        del self._running[work.session.session_id], self._by_request[work.request_id]
-        self._reply(work.task, outcome, work.timing)
+                self._steps.answer(work, outcome)
 
     def _finish(self, work: _Drafting) -> Proposal:
         """Return a complete proposal; its request drafts ahead, or ends."""
@@ -222,12 +218,12 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
             for session_id in list(self._ahead):
                 self._evict(session_id)
         elif not is_preempted:  # else the next step has the memory that vLLM has just taken from a block
-            work = next(reversed(self._running.values()))
+            work = next(reversed(self.queue.running.values()))
             self.engine.close(work.request_id)
-            self._end_work(work, self._too_small())
+            self._steps.answer(work, self._steps.too_small())
 
     def _begin_masks(self, posted: dict[str, DraftBlock]) -> Callable[[], Masks] | None:
-        works = [self._by_request[request_id] for request_id in posted if request_id in self._by_request]
+        works = [self._steps.works[request_id] for request_id in posted if request_id in self._steps.works]
         masked = [work for work in works if work.session.spec.params.grammar]
         return (lambda: Masks({work.request_id: _masks(work) for work in masked})) if masked else None
 
@@ -256,11 +252,11 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         self._pause_others(going)
         if not going:
             return
-        result = self._step_engine()
+        result = self._steps.try_step(self._begin_masks)
         if result is None:
             return
-        self.ahead_stats.forwards += 1
-        self.ahead_stats.rows += len(result.scheduled)
+        self._evict_preempted(result)
+        self._stats.forwards += 1
         for session_id, ahead in list(self._ahead.items()):
             if isinstance(result.verdicts.get(ahead.request_id), GammarayError):
                 self._drop_ahead(session_id)
@@ -279,7 +275,7 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         """Pause draft-ahead while blocks are served; close the oldest of it where slots or memory run out."""
         self._pause_others()
         engine, lacking = self.engine, 0
-        for request_id, work in self._by_request.items():
+        for request_id, work in self._steps.works.items():
             needed = engine.needed_blocks(work.task.base_position + work.depth)
             lacking += max(0, needed - engine.num_blocks(request_id))
         while self._ahead and (engine.num_free_requests < 0 or engine.num_free_blocks < lacking):
@@ -290,23 +286,15 @@ class VllmDraftScheduler(RequestQueue[ProposeTask, _Drafting]):
         ahead = self._ahead.pop(session.session_id, None)
         num_ready = -1
         if ahead is not None:
-            num_ready = self._num_ready(ahead, session)
+            num_ready = self._steps.num_ahead(ahead.request_id, ahead.spec, session)
             if num_ready < 0:
                 self.engine.close(ahead.request_id)
             else:
                 self.engine.pause(ahead.request_id, is_paused=False)
         if self._ahead_rows and session.session_id in self._answered:
-            self.ahead_stats.lookups += 1
-            self.ahead_stats.hits += num_ready >= task.shape.depth
+            self._stats.lookups += 1
+            self._stats.hits += num_ready >= task.shape.depth
         return None if ahead is None or num_ready < 0 else ahead.request_id
-
-    def _num_ready(self, ahead: _Ahead, session: SessionCopy) -> int:
-        """Return how many tokens after a session's text a request has; -1 if it has another text."""
-        tokens, count = self.engine.tokens(ahead.request_id), len(session.tokens)
-        if tokens is None or ahead.spec != session.spec or len(tokens) < count:
-            return -1
-        first = min(session.changed_from, count)
-        return len(tokens) - count if tokens[first:count] == session.tokens[first:] else -1
 
     def _drop_ahead(self, session_id: str) -> None:
         ahead = self._ahead.pop(session_id, None)

@@ -386,14 +386,13 @@ def _configuration(options: EngineOptions) -> Any:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "async_scheduling": False,  # the sampler's outcomes are needed before the next step
+        "scheduler_cls": "services.vllm.block_scheduler.BlockScheduler",
     }
     if options.is_draft:
-        arguments["scheduler_cls"] = "services.vllm.block_scheduler.DraftingScheduler"
         arguments["worker_cls"] = "services.vllm.worker.DraftingWorker"
         if device == "cpu":
             arguments["block_size"] = CPU_DRAFT_BLOCK
     else:
-        arguments["scheduler_cls"] = "services.vllm.block_scheduler.BlockScheduler"
         arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
         arguments["speculative_config"] = {
             "method": "custom_class",

@@ -82,7 +82,6 @@ def load_draft(
     model = Model(settings.model, engine.vocab_size, engine.max_context, digest, kernel=engine.kernel)
     scheduler = VllmDraftScheduler(
         engine,
-        limits,
         ahead_rows=AHEAD_ROWS if settings.draft_ahead else 0,
         grammars=Grammars(target or path, engine.vocab_size),
     )

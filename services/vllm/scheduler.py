@@ -12,7 +12,7 @@ which vLLM has appended a token, is closed, and the block runs again when its ma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -25,12 +25,13 @@ from services.engine.sampling.edits import row_paths
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MaskThreads, wait_for_any, wait_for_masks
 from services.scheduling.planning import Limits
+from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import Reply, SessionSpec, VerifyTask
+from services.scheduling.tasks import Release, Reply, SessionSpec, VerifyTask
 from services.speculation.fixed_head import FixedHead
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import Drafted, Masks, PostedBlock, first_tokens
-from services.vllm.request_queue import RequestQueue, RequestWork, salt_of
+from services.vllm.request_steps import MAX_STEP_S, RequestSteps, RequestWork, salt_of
 
 
 class _Request(NamedTuple):
@@ -53,15 +54,20 @@ class _Verifying(RequestWork[VerifyTask]):
     masks: Sequence[bytes | None] = ()  # those of its rows, once they are there
 
     @property
+    def num_rows(self) -> int:
+        return 1 if self.follows is not None else 1 + len(self.task.proposal)
+
+    @property
     def block(self) -> PostedBlock:
         task = self.task
         return PostedBlock(task.proposal, task.base_position, task.num_top_logprobs, self.depth)
 
 
-class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
+class VllmScheduler:
     """Verifies blocks with vLLM; `head` are the versions of the engine's head."""
 
     role: ClassVar[str] = "target"
+    step_timeout_s: float | None = MAX_STEP_S
 
     def __init__(
         self,
@@ -71,43 +77,61 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         head: FixedHead | None = None,
     ) -> None:
         self.requests: dict[str, _Request] = {}  # by session, least recently used first
-        super().__init__(engine, limits, grammars)
+        self.engine, self._limits = engine, limits
+        # The sampler draws the noise, on the device.
+        self.queue = BlockQueue[VerifyTask, _Verifying](
+            self.role, engine.vocab_size, "cpu", grammars, engine.stats, self._forget, self._withdraw
+        )
+        self._steps = RequestSteps(engine, self.queue, self.fail_all)
         self._head = head or FixedHead()
-        if self._head.first_tokens is not None:
-            self.meter.watch_first_tokens(self._head.first_tokens)
+        self.queue.meter.first_tokens = self._head.first_tokens
         self._masks = MaskThreads()
 
+    @property
+    def has_work(self) -> bool:
+        return not self.queue.is_idle
+
+    def submit(self, tasks: Iterable[VerifyTask]) -> None:
+        self.queue.submit(tasks)
+
+    def step(self) -> list[tuple[VerifyTask, Reply]]:
+        queue = self.queue
+        queue.drop_dead()
+        queue.admit(self._start, self._check_task)
+        for work in queue.running.values():  # no step waited for its masks
+            if not work.request_id and not work.session.is_masking:
+                self._post(work)
+        if self._steps.works:
+            self._make_room()
+            self._head.take_turns(time.monotonic())
+            result = self._steps.run(self._begin_masks)
+            if result is not None:
+                self._take(result)
+                self._reopen(result.preempted)
+                if not result.num_tokens and not result.preempted:
+                    self._unblock()
+        elif not queue.replies:
+            wait_for_any(queue)
+        return queue.take_replies()
+
+    def release(self, endings: Iterable[Release]) -> None:
+        self.queue.release(endings, self._forget_prefix)
+
     def fail_all(self, error: GammarayError) -> None:
-        super().fail_all(error)
+        self.queue.fail_all(error)
         if not isinstance(error, EngineLostError):
             self.engine.recover()
+
+    def check(self) -> None:
+        self.engine.check()
 
     def close(self) -> None:
         self._masks.close()
         self._head.close()
         self.engine.shutdown()
 
-    def step(self) -> list[tuple[VerifyTask, Reply]]:
-        self._drop_dead()
-        self._admit()
-        for work in self._running.values():  # no step waited for its masks
-            if not work.request_id and not work.session.is_masking:
-                self._post(work)
-        if self._by_request:
-            self._make_room()
-            self._head.take_turns(time.monotonic())
-            result = self._run()
-            if result is not None:
-                self._reopen(result.preempted)
-                if not result.num_tokens and not result.preempted:
-                    self._unblock()
-        elif not self._replies:
-            wait_for_any(map(self.sessions.find, (*self._running, *self._waiting)))
-        replies, self._replies = self._replies, []
-        return replies
-
     def _check_task(self, task: VerifyTask) -> None:
-        self.limits.check_proposal(len(task.proposal))
+        self._limits.check_proposal(len(task.proposal))
         if task.proposal.parents is not None:
             raise InvalidArgumentError("proposal.parents", "a tree", "a chain with vLLM as the engine")
         task.proposal = first_tokens(task.proposal, self.engine.max_proposal)
@@ -139,15 +163,11 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
             self._open(work)
         self.requests[session.session_id] = _Request(work.request_id, session.spec, work.depth)
         work.num_needed = self.engine.needed_blocks(len(session.tokens) + len(task.proposal))
-        self._by_request[work.request_id] = work
+        self._steps.works[work.request_id] = work
 
     def _can_continue(self, request: _Request, task: VerifyTask, session: SessionCopy) -> bool:
         """Whether a request has exactly the committed tokens, and the session's parameters."""
-        tokens = self.engine.tokens(request.request_id)
-        if tokens is None or task.reads_anew or request.spec != session.spec:
-            return False
-        first = min(session.changed_from, len(tokens))
-        return len(tokens) == len(session.tokens) and tokens[first:] == session.tokens[first:]
+        return not task.reads_anew and self._steps.num_ahead(request.request_id, request.spec, session) == 0
 
     def _open(self, work: _Verifying) -> None:
         """Open a request for a block, and post what it runs first."""
@@ -174,22 +194,20 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
     def _withdraw(self, work: _Verifying) -> None:
         # Its prompt may be half read: the next block reads it anew, from the prefix cache.
         if work.request_id:
-            del self._by_request[work.request_id]
+            del self._steps.works[work.request_id]
             del self.requests[work.session.session_id]
             self.engine.close(work.request_id)
 
     def _forget(self, session: SessionCopy) -> None:
         self._head.end(session)
-        super()._forget(session)
+        request = self.requests.pop(session.session_id, None)
+        if request is not None:
+            self.engine.close(request.request_id)
+        self._steps.forget(session)
 
     def _forget_prefix(self, session_id: str) -> None:
         self._head.forget(session_id)
-        super()._forget_prefix(session_id)
-
-    def _close_requests(self, session_id: str) -> None:
-        request = self.requests.pop(session_id, None)
-        if request is not None:
-            self.engine.close(request.request_id)
+        self._steps.forget_prefix(session_id)
 
     def _make_room(self) -> None:
         """Close the least recently used idle requests while the blocks of this step lack slots or memory.
@@ -197,26 +215,24 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         vLLM never takes memory from a paused request for one that waits.
         """
         count = self.engine.num_blocks
-        lacking = sum(max(0, work.num_needed - count(name)) for name, work in self._by_request.items())
+        lacking = sum(max(0, work.num_needed - count(name)) for name, work in self._steps.works.items())
         for session_id, request in list(self.requests.items()):
             if self.engine.num_free_requests >= 0 and self.engine.num_free_blocks >= lacking:
                 return
-            if request.request_id not in self._by_request:
+            if request.request_id not in self._steps.works:
                 self._evict(session_id)
 
     def _evict(self, session_id: str) -> None:
         self.engine.close(self.requests.pop(session_id).request_id)
         self.engine.num_evictions += 1
 
-    def _take(self, result: StepResult, took_us: int) -> None:
-        works = [self._by_request[name] for name in result.verdicts if name in self._by_request]
-        num_rows = sum(1 if work.follows is not None else 1 + len(work.task.proposal) for work in works)
-        self._count(result, took_us, num_rows)
+    def _take(self, result: StepResult) -> None:
+        """Answer the blocks that a step completed."""
         for request_id, (start, states) in result.states.items():
-            if request_id in self._by_request:
-                self._head.take(self._by_request[request_id].session.session_id, start, states)
+            if request_id in self._steps.works:
+                self._head.take(self._steps.works[request_id].session.session_id, start, states)
         for request_id, outcome in result.verdicts.items():
-            work = self._by_request.get(request_id)
+            work = self._steps.works.get(request_id)
             if work is None:
                 continue  # its block was dropped, and the request is read anew
             assert not isinstance(outcome, Drafted)
@@ -248,8 +264,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         else:
             self.engine.close(work.request_id)
             self.requests.pop(session.session_id, None)
-        del self._running[session.session_id], self._by_request[work.request_id]
-        self._reply(task, outcome, work.timing)
+        self._steps.answer(work, outcome)
 
     def _reopen(self, preempted: Sequence[str]) -> None:
         """Close requests that lost their cache, and read those with a block again.
@@ -257,7 +272,7 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
         vLLM would recompute them and sample one more token, without a block.
         """
         for request_id in preempted:
-            work = self._by_request.pop(request_id, None)
+            work = self._steps.works.pop(request_id, None)
             self.engine.close(request_id)
             self.engine.num_evictions += 1
             if work is None:
@@ -267,15 +282,15 @@ class VllmScheduler(RequestQueue[VerifyTask, _Verifying]):
 
     def _unblock(self) -> None:
         """Free memory after a step in which nothing fitted: idle sessions, else fail the newest block."""
-        idle = [s for s, request in self.requests.items() if request.request_id not in self._by_request]
+        idle = [s for s, request in self.requests.items() if request.request_id not in self._steps.works]
         for session_id in idle:
             self._evict(session_id)
-        posted = [work for work in self._running.values() if work.request_id]
+        posted = [work for work in self.queue.running.values() if work.request_id]
         if posted and not idle:
-            self._finish(posted[-1], self._too_small(), None)
+            self._finish(posted[-1], self._steps.too_small(), None)
 
     def _begin_masks(self, posted: dict[str, PostedBlock]) -> Callable[[], Masks] | None:
-        works = [self._by_request[name] for name, block in posted.items() if block.known_token_id is None]
+        works = [self._steps.works[name] for name, block in posted.items() if block.known_token_id is None]
         masked = [work for work in works if work.session.spec.params.grammar]
         for work in masked:
             self._masks.begin(work, partial(_compute_masks, work))

@@ -138,7 +138,7 @@ async def test_other_methods_never_get_a_tree(draft, method):
 
 async def test_idle_worker_sleeps_when_its_ahead_work_is_done(model):
     def cpu_s(scheduler):
-        return time.thread_time(), scheduler.lookahead.stats.forwards
+        return time.thread_time(), scheduler.queue.meter.ahead.forwards
 
     async with running("draft", model) as (draft, worker):
         for index in range(4):

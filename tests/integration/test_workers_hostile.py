@@ -199,7 +199,7 @@ async def test_frame_beyond_the_message_limit_ends_the_stream_and_not_the_worker
 
 
 async def test_session_table_is_bounded(model, monkeypatch):
-    monkeypatch.setattr("services.scheduling.block_queue.MAX_SESSIONS", 4)
+    monkeypatch.setattr("services.scheduling.scheduler.MAX_SESSIONS", 4)
     async with running("target", model) as (link, _):
         for index in range(12):
             await link.ask(verify_block(PROMPT, session_id=f"s{index}"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gammaray.errors import UnavailableError
 from services.engine.core.errors import EngineLostError
-from services.scheduling import scheduler as scheduling
+from services.scheduling import batcher
 from services.streaming import engine_thread
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, Link, block_of, running
@@ -83,7 +83,7 @@ async def test_error_that_loses_the_device_ends_the_worker(
         assert await status(link) == SERVING
         assert await redis.keys(f"gammaray:worker:{role}:*")
         if arrives == "last":
-            monkeypatch.setattr(scheduling, "wait_for_device", lose)
+            monkeypatch.setattr(batcher, "wait_for_device", lose)
         else:
             break_steps(worker, lose if arrives == "at once" else late)
         answer = await link.ask(block_of(role, PROMPT))
@@ -112,7 +112,7 @@ async def test_ordinary_error_fails_its_blocks_alone(model):
 
 async def test_forward_time_contains_the_wait_for_the_device(model, monkeypatch):
     async with running("target", model) as (link, _):
-        monkeypatch.setattr(scheduling, "wait_for_device", lambda device: time.sleep(0.25))
+        monkeypatch.setattr(batcher, "wait_for_device", lambda device: time.sleep(0.25))
         answer = await link.ask(block_of("target", PROMPT))
         assert answer.timing.forward_us >= 250_000
 

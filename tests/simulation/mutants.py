@@ -141,7 +141,7 @@ PLACES = {
     f"{_SCHEDULING}/sessions.py:SessionTable.admit": {
         "a worker does not compare epochs": expression("task.epoch < session.epoch", "False")
     },
-    f"{_SCHEDULING}/scheduler.py:Scheduler._match_tokens": {
+    f"{_SCHEDULING}/batcher.py:Batcher.match": {
         "the cache is not compared with the session": expression("same < num_cached", "False"),
         "a copied prefix is one token too long": expression("shared", "shared + 1", call="fork"),
     },

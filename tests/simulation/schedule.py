@@ -318,9 +318,9 @@ class Run:
         for name, worker in self.cluster.workers.items():
             if not worker.process.is_alive:
                 continue
-            if worker.streams.num_ids or worker.engine.scheduler.num_queued:
+            if worker.streams.num_ids or worker.engine.scheduler.queue.num_queued:
                 self.fail(f"{name}: blocks are left")
             if not self.outcome.injected.keys() & BREAKING and (
-                left := list(worker.engine.scheduler.sessions)
+                left := list(worker.engine.scheduler.queue.sessions)
             ):
                 self.fail(f"{name}: sessions are left: {left}")

@@ -19,8 +19,8 @@ from services.engine.engine import Engine
 from services.engine.sampling.noise import Noise
 from services.own.draft_scheduler import DraftScheduler
 from services.own.target_scheduler import TargetScheduler
-from services.scheduling.block_queue import BlockQueue
 from services.scheduling.planning import Limits
+from services.scheduling.scheduler import Scheduler
 from services.scheduling.tasks import Release, Reply, Task
 from services.speculation.outcomes import AHEAD_ROWS
 from tests.simulation.loop import SimulatedLoop
@@ -113,15 +113,13 @@ class SteppedEngine:
         fails_next: Whether the next step fails, as for want of memory.
     """
 
-    def __init__(
-        self, loop: SimulatedLoop, scheduler: BlockQueue[Any, Any], step_s: tuple[float, float]
-    ) -> None:
+    def __init__(self, loop: SimulatedLoop, scheduler: Scheduler[Any], step_s: tuple[float, float]) -> None:
         self._loop, self.scheduler, self.step_s = loop, scheduler, step_s
         self.is_alive, self.fails_next = True, False
-        self._inbox: list[Callable[[BlockQueue[Any, Any]], None]] = []
+        self._inbox: list[Callable[[Scheduler[Any]], None]] = []
         self._is_busy = False
 
-    def _put(self, command: Callable[[BlockQueue[Any, Any]], None]) -> None:
+    def _put(self, command: Callable[[Scheduler[Any]], None]) -> None:
         self._inbox.append(command)
         if not self._is_busy:
             self._is_busy = True
@@ -154,23 +152,23 @@ class SteppedEngine:
         self._loop.call_soon(self._run)
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        self.scheduler.preempt(tasks)
+        self.scheduler.queue.preempt(tasks)
         self._put(lambda scheduler: scheduler.submit(tasks))
 
     def release(self, endings: Sequence[Release]) -> None:
         self._put(lambda scheduler: scheduler.release(endings))
 
-    async def call(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
+    async def call(self, function: Callable[[Scheduler[Any]], T]) -> T:
         future: asyncio.Future[T] = self._loop.create_future()
 
-        def command(scheduler: BlockQueue[Any, Any]) -> None:
+        def command(scheduler: Scheduler[Any]) -> None:
             if not future.done():
                 future.set_result(function(scheduler))
 
         self._put(command)
         return await future
 
-    def look(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
+    def look(self, function: Callable[[Scheduler[Any]], T]) -> T:
         if not self.is_alive:
             raise UnavailableError("the engine has stopped")
         return function(self.scheduler)

@@ -135,8 +135,14 @@ class TableEngine:
     def share(self, session_id: str, salt: str | None) -> None:
         assert salt is None, "no test here shares caches"
 
+    def stats(self) -> None:
+        """No test here asks for them."""
+
     def drop_retained(self) -> None:
         """There is nothing."""
+
+    def forget(self, session_id: str) -> None:
+        """Nothing is retained."""
 
     def release(self, session_id: str) -> None:
         self.caches.pop(session_id, None)

@@ -59,7 +59,7 @@ def steps_until(scheduler: Any, is_done: Callable[[list[Reply]], object]) -> lis
 def masked(scheduler, gate, seed=1, **fields):
     """Return a session with a grammar, and the grammar."""
     session = Session(prompt(40), SamplingParams(seed=seed, grammar=GRAMMAR, **fields), eos_token_ids=EOS)
-    return session, Gated(scheduler.grammars.begin(GRAMMAR, EOS), gate)
+    return session, Gated(scheduler.queue.grammars.begin(GRAMMAR, EOS), gate)
 
 
 def outcome_of(replies, session):
@@ -105,9 +105,9 @@ class LateMasks:
             session.take(task, *(reply for reply in replies if reply.session_id == session.name))
         gate.clear()
         scheduler.submit([session.block() for session, _ in slow])
-        num_steps = scheduler.meter.totals.steps
+        num_steps = scheduler.queue.meter.totals.steps
         assert blocked(scheduler) == []
-        assert scheduler.meter.totals.steps == num_steps  # a block runs when its masks are there
+        assert scheduler.queue.meter.totals.steps == num_steps  # a block runs when its masks are there
         quick, grammar = masked(scheduler, is_open)
         scheduler.submit([quick.block(grammar=grammar)])
         assert isinstance(outcome_of(steps_until(scheduler, len), quick), Verdict)

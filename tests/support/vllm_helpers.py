@@ -83,7 +83,7 @@ def answers(scheduler: Any, tasks: Sequence[VerifyTask | ProposeTask]) -> list[R
     """
     for task in tasks:
         if task.spec is not None and task.spec.params.grammar and task.grammar is None:
-            task.grammar = scheduler.grammars.begin(task.spec.params.grammar, task.spec.eos_token_ids)
+            task.grammar = scheduler.queue.grammars.begin(task.spec.params.grammar, task.spec.eos_token_ids)
     scheduler.submit(tasks)
     replies: dict[int, Reply] = {}
     for _ in range(MAX_STEPS):

@@ -93,9 +93,9 @@ def scheduler(shared):
     """The same, without sessions before and after a test."""
     yield shared
     shared.step()
-    shared.release([(name, 0, True) for name in list(shared.sessions)])
+    shared.release([(name, 0, True) for name in list(shared.queue.sessions)])
     shared.step()
-    assert shared.is_idle
+    assert shared.queue.is_idle
 
 
 @pytest.fixture(scope="session")

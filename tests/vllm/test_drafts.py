@@ -56,10 +56,10 @@ def scheduler_of(engine, llama, ahead_rows: int) -> Iterator:
     from services.vllm.draft_scheduler import VllmDraftScheduler
 
     grammars = Grammars(str(llama), engine.vocab_size)
-    scheduler = VllmDraftScheduler(engine, LIMITS, ahead_rows=ahead_rows, grammars=grammars, **SHIPPED)
+    scheduler = VllmDraftScheduler(engine, ahead_rows=ahead_rows, grammars=grammars, **SHIPPED)
     yield scheduler
     scheduler.step()
-    scheduler.release([Release(name, 0, True) for name in list(scheduler.sessions)])
+    scheduler.release([Release(name, 0, True) for name in list(scheduler.queue.sessions)])
     scheduler.step()
     assert not scheduler.has_work
 
@@ -170,7 +170,7 @@ def test_a_newer_block_cancels_the_running_one_at_once(drafts):
     ((task, reply), *_) = drafts.step()
     assert task is old
     assert isinstance(reply.outcome, CancelledError)
-    assert drafts.stats().num_sessions == 1
+    assert drafts.queue.stats().num_sessions == 1
     (fresh,) = sessions_with(DRAWN, count=1)
     fresh.tokens.append(9)
     assert answer(drafts, new).outcome == draft(drafts, [fresh], 4)[0]
@@ -199,10 +199,10 @@ def test_dead_blocks_leave_the_batch_and_vllm(drafts):
     while len(replies) < 4:
         replies |= {reply.request_id: reply.outcome for _, reply in drafts.step()}
         if len(replies) == 3:
-            assert drafts.stats().num_sessions == 1
+            assert drafts.queue.stats().num_sessions == 1
     kinds = [type(replies[task.request_id]) for task in tasks]
     assert kinds == [DeadlineExceededError, CancelledError, CancelledError, Proposal]
-    assert drafts.stats().num_sessions == 0
+    assert drafts.queue.stats().num_sessions == 0
 
 
 def test_tenants_share_prompts_among_their_sessions_only(drafts):
@@ -260,7 +260,7 @@ def test_a_failed_step_fails_its_blocks_and_the_next_ones_are_served(drafts, mon
         patch.setattr(DraftingWorker, stage, fail)
         outcomes = draft(drafts, sessions, 4)
     assert [type(outcome) for outcome in outcomes] == [InternalError] * 3
-    assert drafts.stats().num_sessions == 0
+    assert drafts.queue.stats().num_sessions == 0
     assert draft(drafts, sessions, 4) == expected
 
 
@@ -312,7 +312,7 @@ def test_a_proposal_that_was_drafted_ahead_is_answered_at_once(ahead, drafts, re
         for one in (session, plain):
             ask(reference, one, reply.outcome)
         assert session.tokens == plain.tokens
-    assert (ahead.load().lookups, ahead.load().hits) == (3, 3)
+    assert (ahead.queue.load().lookups, ahead.queue.load().hits) == (3, 3)
 
 
 def test_draft_ahead_gives_its_memory_to_blocks(ahead):
@@ -320,5 +320,5 @@ def test_draft_ahead_gives_its_memory_to_blocks(ahead):
         (proposal,) = draft(ahead, [session], 6)
         assert len(proposal) == 6
         idle(ahead)
-    assert ahead.stats().num_sessions > 5
-    assert ahead.stats().num_evictions > 0
+    assert ahead.queue.stats().num_sessions > 5
+    assert ahead.queue.stats().num_evictions > 0

@@ -63,9 +63,9 @@ def test_a_step_that_raises_fails_its_blocks_and_the_engine_recovers(
         for outcome in outcomes(answers(scheduler, tasks)):
             assert isinstance(outcome, InternalError)
             assert "planted" in str(outcome)
-    assert scheduler.is_idle
+    assert scheduler.queue.is_idle
     stats = scheduler.engine.stats()
-    assert (stats.num_sessions, len(scheduler.sessions)) == (0, 0)
+    assert (stats.num_sessions, len(scheduler.queue.sessions)) == (0, 0)
     assert ask(scheduler, held) == NeedTokens(0)
     for each in sessions:
         each.held = 0

@@ -96,7 +96,7 @@ def pair(engines):
     yield engines
     for scheduler in (engines.vllm, engines.own):
         end(scheduler, *engines.sessions, forgets=True)
-        assert scheduler.is_idle
+        assert scheduler.queue.is_idle
     engines.sessions.clear()
 
 
@@ -219,14 +219,14 @@ def test_other_methods_take_a_draft_as_certain(pair, method):
 
 def test_sessions_that_were_evicted_between_blocks_keep_their_text(pair):
     """Twenty sessions take turns in a cache that is too small for them."""
-    many, before = prompts(20), pair.vllm.stats().num_evictions
+    many, before = prompts(20), pair.vllm.queue.stats().num_evictions
     plain = [generate(pair.own, [one], 12)[0] for one in pair.open(many, 1.0)]
     sessions = pair.open(many, 1.0)
     for length in (4, 8, 12):
         for at in range(0, 20, 5):
             run(pair.vllm, sessions[at : at + 5], length, by_head(3))
     assert [session.output[:12] for session in sessions] == plain
-    assert pair.vllm.stats().num_evictions > before
+    assert pair.vllm.queue.stats().num_evictions > before
 
 
 def test_near_the_end_of_the_context_drafts_do_no_harm(pair):

@@ -151,7 +151,7 @@ def test_release_cancels_blocks_and_ends_the_request(scheduler):
     while len(replies) < 3:
         replies |= {reply.session_id: reply.outcome for _, reply in scheduler.step()}
     assert isinstance(replies[sessions[1].name], CancelledError)
-    assert sessions[1].name not in set(scheduler.sessions)
+    assert sessions[1].name not in set(scheduler.queue.sessions)
     assert ask(scheduler, sessions[1]) == NeedTokens(0)
     assert scheduler.engine.stats().num_sessions == 2
 

@@ -142,7 +142,7 @@ def test_a_proposal_that_vllm_cuts_is_verified_with_the_masks_of_its_beginning(s
 
 def test_a_grammar_error_answers_that_block_alone(scheduler, reference, monkeypatch):
     bad, good, _ = grammar_sessions()
-    masks = type(scheduler.grammars.begin(GRAMMAR, EOS)).masks
+    masks = type(scheduler.queue.grammars.begin(GRAMMAR, EOS)).masks
 
     def fail(state, paths):
         if state is tasks[0].grammar:
@@ -167,7 +167,7 @@ def test_blocks_that_cannot_be_verified_fail_alone(scheduler, reference):
     empty = Session([5, 6, 7], SamplingParams(seed=1, banned_token_ids=every))
     good = Session([5, 6, 7], SamplingParams(seed=1))
     tasks = [session.block() for session in (stateless, masked, empty, good)]
-    tasks[1].grammar = scheduler.grammars.begin(GRAMMAR, EOS)
+    tasks[1].grammar = scheduler.queue.grammars.begin(GRAMMAR, EOS)
     scheduler.submit(tasks)
     replies = {}
     while len(replies) < len(tasks):

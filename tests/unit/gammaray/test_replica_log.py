@@ -16,7 +16,7 @@ def test_failure_of_a_forward_is_an_error_with_its_traceback(tmp_path, monkeypat
     try:
         raise RuntimeError("planted")
     except RuntimeError:
-        logging.getLogger("services.vllm.request_queue").exception("a step over 2 sessions failed")
+        logging.getLogger("services.vllm.request_steps").exception("a step over 2 sessions failed")
     logging.getLogger("vllm").warning("a library's")
     handler.close()
     first, second, *_, last, after = (tmp_path / "replica.log").read_text().splitlines()

@@ -57,7 +57,7 @@ def test_ahead_chains_are_those_that_are_drafted_on_demand(engine, method, param
     assert sum(saved) > 0
     # A run may continue after the token at which the chain ends, or one that a filter drops.
     assert min(saved) >= -engine.can_chain * 2 * (RUN - 1)
-    assert ahead.scheduler.lookahead.stats.lookups == 39
+    assert ahead.scheduler.queue.meter.ahead.lookups == 39
 
 
 TREES = {
@@ -187,7 +187,7 @@ def test_a_run_on_demand_ends_when_another_block_arrives(monkeypatch):
         return token_ids, logits
 
     def hurried(fed):
-        ours.scheduler.preempt([ours.task(PROMPT, 1, session_id="t")])
+        ours.scheduler.queue.preempt([ours.task(PROMPT, 1, session_id="t")])
         return feed(fed)
 
     monkeypatch.setattr(ours.engine, "chain", noted)

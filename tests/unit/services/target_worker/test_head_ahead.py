@@ -86,9 +86,9 @@ def test_proposals_and_tokens_are_those_without_draft_ahead(pair, shape, tempera
     assert sum(map(len, ours.proposals)) >= 11
     assert ours.prepared == [False, *(len(proposal) > 0 for proposal in ours.proposals[1:])]
     assert not any(theirs.prepared)
-    totals = ahead.meter.totals
+    totals = ahead.queue.meter.totals
     assert (totals.ahead_lookups, totals.ahead_hits) == (11, sum(ours.prepared))
-    assert plain.meter.totals.ahead_lookups == 0
+    assert plain.queue.meter.totals.ahead_lookups == 0
 
 
 @pytest.mark.parametrize("method", ["rejection", "block", "naive"])
@@ -126,7 +126,7 @@ def test_arriving_block_ends_draft_ahead(pair, monkeypatch):
     run.cycle(Shape(3))
     assert scheduler.has_work
     following = run.block(Shape(3))
-    scheduler.preempt([following])
+    scheduler.queue.preempt([following])
     forwards.clear()
     assert scheduler.step() == []
     assert forwards == []

@@ -27,8 +27,8 @@ def served(pair, budget, monkeypatch, *, has_head):
     engine = load_engine(target)
     head = load_local_drafter(TargetSettings(model=target, head=drafter), engine) if has_head else None
     scheduler = TargetScheduler(engine, Limits(1024, 128), head=head, draft_ahead=False)
-    monkeypatch.setattr(scheduler.budget, "observe", lambda *_: None)
-    scheduler.budget.num_tokens, scheduler.budget.token_s = budget, 0.001
+    monkeypatch.setattr(scheduler.batcher.budget, "observe", lambda *_: None)
+    scheduler.batcher.budget.num_tokens, scheduler.batcher.budget.token_s = budget, 0.001
     step, sizes, found = engine.step, [], {}
 
     def noted(feeds, **options):
@@ -41,7 +41,7 @@ def served(pair, budget, monkeypatch, *, has_head):
     for blocks in ([run.block(Shape(0)) for run in runs], [run.block(shape, given) for run in runs]):
         sizes.clear()
         scheduler.submit(blocks)
-        while not scheduler.is_idle:
+        while not scheduler.queue.is_idle:
             found |= {reply.session_id: reply.outcome.next_token_id for _, reply in scheduler.step()}
     return [found[run.name] for run in runs], sizes
 
@@ -59,7 +59,7 @@ def test_long_block_is_not_starved_by_blocks_that_copy_prefixes(pair):
     common = random_tokens(20, seed=0)
     short = [Run(scheduler, [*common, token_id], SamplingParams(seed=1), salt="s") for token_id in (5, 6)]
     short[0].cycle(Shape(0))
-    scheduler.engine.budget_bytes = 2 * scheduler.stats().cache_bytes
+    scheduler.engine.budget_bytes = 2 * scheduler.queue.stats().cache_bytes
     short[1].cycle(Shape(0))
     long = Run(scheduler, random_tokens(60, seed=1), SamplingParams(seed=1))
     scheduler.submit([long.block(Shape(0))])
