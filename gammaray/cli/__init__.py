@@ -81,7 +81,7 @@ def _known_variables() -> Collection[str]:
     return known_variables()
 
 
-@click.group(cls=_Gammaray, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Gammaray, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="gammaray")
 def main() -> None:
     """Lossless speculative decoding as a cluster."""

@@ -34,11 +34,9 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @click.command()
 @connection_options(timeout_s=10.0)
 @click.option(
-    "--interval",
-    "interval_s",
+    *("--interval", "interval_s"),
     type=FloatRange(0.1, 3600),
     default=2.0,
-    show_default=True,
     metavar="SECONDS",
     help="Time between updates.",
 )
@@ -163,19 +161,8 @@ def status(connection: Connection, as_json: bool) -> None:
 
 
 def _processes(processes: Sequence[ProcessStatus]) -> Table:
-    names = (
-        "ROLE",
-        "PID",
-        "ADDRESS",
-        "MODEL",
-        "HEALTHY",
-        "SESSIONS",
-        "METRICS",
-        "KERNEL",
-        "VERSION",
-        "CLOCK",
-    )
-    table = columns(*names, right=("PID", "SESSIONS", "CLOCK"))
+    names = "ROLE PID ADDRESS MODEL HEALTHY SESSIONS METRICS KERNEL VERSION CLOCK"
+    table = columns(*names.split(), right=("PID", "SESSIONS", "CLOCK"))
     for process in processes:
         table.add_row(
             process.role,
