@@ -343,9 +343,7 @@ class WorkerSettings(ServingSettings, _ModelSettings):
     """Settings shared by draft and target workers."""
 
     model: str = Field(
-        DEMO_PAIR,
-        min_length=1,
-        description="Directory or hub name of a causal LM; 'demo' is the demo pair.",
+        DEMO_PAIR, min_length=1, description="Directory or hub name of a causal LM; 'demo' is the demo pair."
     )
     listen: str = Field(
         "127.0.0.1:0",
@@ -391,10 +389,7 @@ class DraftSettings(WorkerSettings, _ModelSettings):
     """A draft worker."""
 
     draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
-    draft_ahead: bool = Field(
-        True,
-        description="Prepare the next proposals while the target verifies.",
-    )
+    draft_ahead: bool = Field(True, description="Prepare the next proposals while the target verifies.")
     target: str = Field(
         "",
         description="The target: directory or hub name. A draft with another vocabulary then "
@@ -408,9 +403,7 @@ class OrchestratorSettings(ServingSettings, _AccessSettings):
     """An orchestrator replica."""
 
     model: str = Field(
-        DEMO_PAIR,
-        min_length=1,
-        description="The target model, for its tokenizer and configuration.",
+        DEMO_PAIR, min_length=1, description="The target model, for its tokenizer and configuration."
     )
     served_model_name: str = Field("", description="Name that clients use; empty: derived from `model`.")
     redis_url: str = Field(
@@ -445,9 +438,7 @@ class ScalingSettings(BaseModel):
         8.0, gt=0, description="Blocks in flight per target worker above which a worker is added."
     )
     orchestrator_load: float = Field(
-        64.0,
-        gt=0,
-        description="Running and waiting requests per orchestrator above which one is added.",
+        64.0, gt=0, description="Running and waiting requests per orchestrator above which one is added."
     )
     draft_load: float = Field(
         4.0, gt=0, description="Blocks in flight per draft worker above which a worker is added."

@@ -311,12 +311,7 @@ class Response(ABC):
     id_prefix: ClassVar[str]
     prompt_logprobs_in_choice: ClassVar[bool]
 
-    def __init__(
-        self,
-        model: str,
-        plans: Sequence[ChoicePlan],
-        tokenizer: Tokenizer,
-    ) -> None:
+    def __init__(self, model: str, plans: Sequence[ChoicePlan], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.states = [
             ChoiceState(plan, self.new_logprobs(plan), calls=reader_of(plan, tokenizer)) for plan in plans

@@ -112,9 +112,7 @@ async def recall(response: Response, backend: Backend, seen: EventId, caller: Ca
 
 @asynccontextmanager
 async def generate_all(
-    backend: Backend,
-    requests: Sequence[GenerationRequest],
-    caller: Caller = ANONYMOUS,
+    backend: Backend, requests: Sequence[GenerationRequest], caller: Caller = ANONYMOUS
 ) -> AsyncIterator[Pieces]:
     """Run the generations concurrently; leaving the context cancels those that still run.
 

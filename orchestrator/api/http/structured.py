@@ -8,13 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.grammar.texts import (
-    JSON_OBJECT,
-    choice_grammar,
-    json_rule,
-    json_schema_grammar,
-    regex_grammar,
-)
+from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_rule, json_schema_grammar, regex_grammar
 from orchestrator.api.http.fields import ResponseFormat, StructuredOutputs
 from orchestrator.api.http.models import OpenAIRequest
 

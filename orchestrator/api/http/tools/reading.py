@@ -14,11 +14,7 @@ class CallReader:
     """Finds the tool calls in the chunks of one completion; `is_special` tells tokens that text omits."""
 
     def __init__(
-        self,
-        plan: CallPlan,
-        is_special: Callable[[int], bool],
-        stop: Sequence[str] = (),
-        prompt: str = "",
+        self, plan: CallPlan, is_special: Callable[[int], bool], stop: Sequence[str] = (), prompt: str = ""
     ) -> None:
         self._is_special, self._markers, self._stop = is_special, plan.markers, tuple(stop)
         self._seed = ""
