@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import grpc
@@ -245,10 +244,5 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

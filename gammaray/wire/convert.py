@@ -137,22 +137,15 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
 
 
 def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
-    message = gen.GenerateResponse(
-        session_id=chunk.session_id,
-        text=chunk.text,
-        seed=chunk.seed,
-        tokens=[token_to_proto(token) for token in chunk.tokens],
-        offset=chunk.offset,
-        turn=chunk.turn,
-        prompt_tokens=chunk.prompt_tokens,
-        receipt=chunk.receipt,
-    )
-    if chunk.finish_reason is not None:
-        message.finish_reason = FINISH_REASONS[chunk.finish_reason]
-    if chunk.usage is not None:
-        message.usage.CopyFrom(gen.Usage(**vars(chunk.usage)))
-    if chunk.summary is not None:
-        message.summary.CopyFrom(gen.SpeculationSummary(**vars(chunk.summary)))
+    reason, usage, summary = chunk.finish_reason, chunk.usage, chunk.summary
+    fields = vars(chunk) | {
+        "tokens": map(token_to_proto, chunk.tokens),
+        "finish_reason": None if reason is None else FINISH_REASONS[reason],
+        "usage": None if usage is None else gen.Usage(**vars(usage)),
+        "summary": None if summary is None else gen.SpeculationSummary(**vars(summary)),
+        "prompt_logprobs": None,
+    }
+    message = gen.GenerateResponse(**fields)
     if chunk.prompt_logprobs is not None:
         fill_prompt_logprobs(message.prompt_logprobs, chunk.prompt_logprobs)
     return message
