@@ -26,6 +26,7 @@ from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan, check_num_logprobs, check_size
 from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEvent, PlainText
 from orchestrator.api.http.tools.reading import CallReader
+from orchestrator.text.detokenizer import num_chars
 from orchestrator.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
@@ -69,7 +70,7 @@ class CompletionLogprobs:
         offsets = [] if prompt is None else self._echoed_offsets(prompt)
         for token in tokens:
             offsets.append(self._num_chars)
-            self._num_chars += _num_chars(token.token_bytes)
+            self._num_chars += num_chars(token.token_bytes)
         spelled += [token.token_bytes for token in tokens]
         return {
             "tokens": [*map(_text, spelled)],
@@ -88,7 +89,7 @@ class CompletionLogprobs:
                 _text(token_bytes), offset
             )
             if is_shown:
-                offset = min(offset + _num_chars(token_bytes), len(self._echo))
+                offset = min(offset + num_chars(token_bytes), len(self._echo))
         return offsets
 
 
@@ -146,11 +147,6 @@ def _top(token: EmittedToken) -> dict[str, float]:
     """Return the most likely tokens and, as OpenAI does, the emitted token."""
     top = {_text(top.token_bytes): _finite(top.logprob) for top in token.top_logprobs}
     return {**top, _text(token.token_bytes): _finite(token.logprob)}
-
-
-def _num_chars(token_bytes: bytes) -> int:
-    # Each UTF-8 character has exactly one byte that is not a continuation byte.
-    return sum(byte & 0xC0 != 0x80 for byte in token_bytes)
 
 
 def _finite(logprob: float | None) -> float:
