@@ -16,8 +16,6 @@ from gammaray import __version__
 from gammaray.environment import check_environment, past_proxies
 from gammaray.program.failures import failure_of, shown
 
-__all__ = ["main"]
-
 # Each command and its short help, so that `gammaray --help` imports no command.
 _COMMANDS = {
     "audit": "Check from outside whether a server's text follows its model.",

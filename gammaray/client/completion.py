@@ -10,8 +10,6 @@ from gammaray.client.structured import OutputForm
 from gammaray.errors import InternalError
 from gammaray.types import Chunk, EmittedToken, FinishReason, PromptLogprobs, SpeculationSummary, Usage
 
-__all__ = ["Completion", "speculation_object"]
-
 
 @dataclass(frozen=True)
 class Completion:

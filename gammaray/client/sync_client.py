@@ -10,18 +10,13 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
 
 from gammaray.client.async_client import AsyncClient
 from gammaray.client.transport import RetryPolicy
 from gammaray.types import Chunk
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["Client"]
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")

@@ -21,8 +21,6 @@ from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 from gammaray.wire.metadata import APPLICATION, MAX_TIMEOUT_MS, TIMEOUT_HEADER, trace_metadata
 from gammaray.wire.rpc_errors import error_from_rpc
 
-__all__ = ["RetryPolicy", "Transport"]
-
 CHANNEL_OPTIONS = (
     # A peer that disappears without closing (a cut cable, a killed machine) is detected within 40 seconds;
     # TCP alone takes many minutes. Servers forbid more frequent pings on idle connections.
