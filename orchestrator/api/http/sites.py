@@ -50,13 +50,9 @@ class Hosts:
     def __init__(self, allowed: str = "", origins: Sequence[str] = ()) -> None:
         self._names, self._origins = listed(allowed), origins
 
-    @property
-    def are_any(self) -> bool:
-        return "*" in self._names
-
     def check(self, headers: Headers) -> None:
         """Check `Host` and `Origin` of a request, which a page of another site may have sent."""
-        if self.are_any:
+        if "*" in self._names:
             return
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._serves(host):

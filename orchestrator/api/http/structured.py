@@ -13,13 +13,7 @@ from orchestrator.api.http.fields import ResponseFormat, StructuredOutputs
 from orchestrator.api.http.models import OpenAIRequest
 
 # Attributes of `StructuredOutputs` of which one is given, with their names in bodies.
-_KINDS = {
-    "json_schema": "json",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "json_object": "json_object",
-}
+_KINDS = {"json_schema": "json"} | {name: name for name in ("regex", "choice", "grammar", "json_object")}
 
 
 def grammar_of(body: OpenAIRequest) -> tuple[str, str]:
