@@ -125,6 +125,8 @@ class SpeculationCounters:
 
     def summary(self, total_s: float) -> SpeculationSummary:
         """Return the summary for the client; `total_s` is the time of all cycles."""
+        by_drafter = dict(self.cycles_by_drafter)
+        plain = by_drafter.pop(DrafterKind.NONE)
         return SpeculationSummary(
             cycles=self.cycles,
             tokens_per_cycle=self.tokens_per_cycle,
@@ -137,16 +139,12 @@ class SpeculationCounters:
             other_ms=max(0.0, total_s - self.draft_s - self.verify_s) * 1e3,
             total_ms=total_s * 1e3,
             speedup_estimate=self.speedup_estimate,
-            model_cycles=self.cycles_by_drafter[DrafterKind.MODEL],
-            plain_cycles=self.cycles_by_drafter[DrafterKind.NONE],
+            plain_cycles=plain,
             fallback_cycles=self.fallbacks,
             draft_workers=len(self.draft_workers),
-            suffix_cycles=self.cycles_by_drafter[DrafterKind.SUFFIX],
-            prediction_cycles=self.cycles_by_drafter[DrafterKind.PREDICTION],
-            grammar_cycles=self.cycles_by_drafter[DrafterKind.GRAMMAR],
-            head_cycles=self.cycles_by_drafter[DrafterKind.HEAD],
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
+            **{f"{kind.value}_cycles": count for kind, count in by_drafter.items()},
         )
 
 

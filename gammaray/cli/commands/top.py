@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gammaray import __version__
-from gammaray.cli.activity import Activity, Speculation, Worker, measure
+from gammaray.cli.activity import Activity, Worker, measure
 from gammaray.cli.options import Connection, connection_options
 from gammaray.client.async_client import AsyncClient
 from gammaray.program.output import columns, output_console
@@ -99,22 +99,19 @@ def _speculation(activity: Activity) -> Table:
     if len(rows) > 1:
         rows.append(("all", activity.total))
     for name, own in rows:
-        table.add_row(name, *_speculation_row(own))
+        table.add_row(
+            name,
+            str(own.running),
+            str(own.waiting),
+            f"{own.tokens_per_s:,.1f}",
+            f"{own.cycles_per_s:,.1f}",
+            _number(own.tokens_per_cycle),
+            _number(own.alpha),
+            _number(own.gamma),
+            _number(own.speedup, "x"),
+            f"[red]{own.failures_per_s:.2f}[/]" if own.failures_per_s else "0",
+        )
     return table
-
-
-def _speculation_row(own: Speculation) -> list[str]:
-    return [
-        str(own.running),
-        str(own.waiting),
-        f"{own.tokens_per_s:,.1f}",
-        f"{own.cycles_per_s:,.1f}",
-        _number(own.tokens_per_cycle),
-        _number(own.alpha),
-        _number(own.gamma),
-        _number(own.speedup, "x"),
-        f"[red]{own.failures_per_s:.2f}[/]" if own.failures_per_s else "0",
-    ]
 
 
 def _workers(workers: tuple[Worker, ...]) -> Table:
