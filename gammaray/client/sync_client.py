@@ -9,13 +9,9 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-import grpc
-
 from gammaray.client.async_client import AsyncClient
-from gammaray.client.transport import RetryPolicy
 from gammaray.types import Chunk
 
 _P = ParamSpec("_P")
@@ -56,6 +52,13 @@ class _LoopThread:
 _LOOP_THREAD = _LoopThread()
 
 
+def _with_arguments_of(
+    kind: Callable[_P, AsyncClient],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Client, _P], None]]:
+    """Return a decorator of Client's constructor, which passes all arguments on."""
+    return functools.wraps(AsyncClient.__init__)
+
+
 def _blocking(
     method: Callable[Concatenate[AsyncClient, _P], Coroutine[Any, Any, _Result]],
 ) -> Callable[Concatenate[Client, _P], _Result]:
@@ -86,30 +89,9 @@ class Client:
     Can be used inside a running event loop, which it blocks while waiting.
     """
 
-    def __init__(
-        self,
-        address: str = "127.0.0.1:9000",
-        *,
-        api_key: str | None = None,
-        timeout_s: float = 600.0,
-        retry: RetryPolicy | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        tls: bool | None = None,
-        ca_file: str | Path | None = None,
-        cert_file: str | Path | None = None,
-        key_file: str | Path | None = None,
-    ) -> None:
-        self._client = AsyncClient(
-            address,
-            api_key=api_key,
-            timeout_s=timeout_s,
-            retry=retry,
-            credentials=credentials,
-            tls=tls,
-            ca_file=ca_file,
-            cert_file=cert_file,
-            key_file=key_file,
-        )
+    @_with_arguments_of(AsyncClient)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._client = AsyncClient(*args, **options)
         self._loop, self._is_closed = _LOOP_THREAD.loop(), False
 
     generate = _streaming(AsyncClient.generate)

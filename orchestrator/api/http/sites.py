@@ -62,8 +62,10 @@ class Hosts:
             raise ForeignSiteError("Origin", origin, f"none, or that of {host or 'this server'} ({_HINT})")
 
     def _serves(self, host: str) -> bool:
-        name = _name_of(host)
-        return name is not None and (_is_local(name) or self._is_named(name))
+        if (name := _name_of(host)) is None:
+            return False
+        is_local = name == "localhost" or name.endswith(".localhost") or is_address(name)
+        return is_local or self._is_named(name)
 
     def _is_own(self, origin: str, host: str) -> bool:
         try:
@@ -103,7 +105,3 @@ def _name_of(host: str) -> str | None:
     """Return the name in `name:port`, in lower case; None if `host` has another form."""
     found = _HOST.fullmatch(host)
     return found["name"].lower().removesuffix(".") if found else None
-
-
-def _is_local(name: str) -> bool:
-    return name == "localhost" or name.endswith(".localhost") or is_address(name)
