@@ -26,18 +26,16 @@ _INTRODUCTION = f"""\
 Made of [catalog.py](../gammaray/telemetry/catalog.py) and [metric_queries.json](metric_queries.json) by
 `python docs/make_metrics.py`; do not edit.
 
-Every process (orchestrators, draft and target workers, under Ray Serve or standalone) serves its metrics to
-Prometheus at `/metrics` on an address of its own. Where, the setting `metrics_listen` says
-(`GAMMARAY_METRICS_LISTEN`): by default a free port of the loopback interface; a range such as
-`0.0.0.0:{METRICS_PORT}-{METRICS_PORT + 15}` gives each process of a machine the first free port, empty
-switches the endpoint off. `gammaray status` lists the addresses, the registry has them, and so has any
-orchestrator's `GET /metrics/targets` in the form of Prometheus's HTTP service discovery, so that one entry
-scrapes all of a cluster, whatever ports its processes have, later processes included:
-[prometheus.yml](prometheus.yml). The Helm chart has them on port {METRICS_PORT} of each pod, named
-`gm-metrics`; `metrics` is Ray's own.
+Every process (orchestrators, draft and target workers) serves its metrics to Prometheus at `/metrics` on an
+address of its own, by the setting `metrics_listen` (`GAMMARAY_METRICS_LISTEN`): by default a free port of the
+loopback interface; a range such as `0.0.0.0:{METRICS_PORT}-{METRICS_PORT + 15}` gives each process of a
+machine the first free port, empty switches the endpoint off. `gammaray status` lists the addresses, and so
+does any orchestrator's `GET /metrics/targets` in the form of Prometheus's HTTP service discovery: one entry
+scrapes all of a cluster ([prometheus.yml](prometheus.yml)). The Helm chart has them on port {METRICS_PORT} of
+each pod, named `gm-metrics`; `metrics` is Ray's own.
 
 The endpoints ask for no key and speak plain HTTP: leave them on the loopback interface, or keep strangers
-away by a network policy. `/metrics/targets` needs a key where the API does.
+away by a network policy. The paths of the API need a key where it does.
 
 An OpenTelemetry collector reads them by its `prometheus` receiver, with `/metrics/targets` as
 `http_sd_configs`; gammaray itself pushes no metrics.
@@ -57,15 +55,15 @@ completions the counters of tokens are the sums of what the API's own summaries 
 ## By vLLM's names
 
 `GET /metrics` of the HTTP API has metrics that clients and dashboards for vLLM read, with vLLM's labels
-`model_name` and `engine` (always 0). They are sums over all orchestrators, whichever of them answers:
+`model_name` and `engine` (always 0), summed over all orchestrators:
 
 * counters: `vllm:spec_decode_num_drafts_total`, `vllm:spec_decode_num_draft_tokens_total`,
   `vllm:spec_decode_num_accepted_tokens_total`, `vllm:spec_decode_num_accepted_tokens_per_pos_total` (also by
   `position`, from 0), `vllm:generation_tokens_total`;
 * gauges: `vllm:num_requests_running`, `vllm:num_requests_waiting`.
 
-The path needs a key where the API does. It answers 503 while Redis cannot be reached, which knows the other
-orchestrators. They have vLLM's definitions, but for accepted tokens after the end of a completion.
+It answers 503 while Redis cannot be reached, which knows the other orchestrators. The metrics have vLLM's
+definitions, but for accepted tokens after the end of a completion.
 
 ## All processes
 
@@ -76,25 +74,25 @@ metrics of prometheus_client. In the queries `[5m]` is the time to look back on.
 
 def page() -> str:
     """Return docs/metrics.md."""
-    parts = [_INTRODUCTION]
+    parts, families = [_INTRODUCTION], {}
     for title, metrics in GROUPS.items():
-        parts += [f"## {title}\n", *map(_section, metrics)]
+        parts.append(f"## {title}\n")
+        for metric in metrics:
+            parts.append("\n".join(_lines(metric, families.get(metric.buckets))))
+            families.setdefault(metric.buckets, metric.family)
     return "\n".join(parts)
 
 
-def _section(metric: Metric) -> str:
-    return "\n".join(_lines(metric))
-
-
-def _lines(metric: Metric) -> Iterator[str]:
+def _lines(metric: Metric, same_buckets: str | None) -> Iterator[str]:
+    """Yield the lines of a metric, given the family of an earlier one with its buckets."""
     name = f"{metric.family}_total" if metric.kind.value == "counter" else metric.family
     labels = f"{{{', '.join(metric.labels)}}}" if metric.labels else ""
     yield f"### `{name}{labels}`\n"
     processes = ", ".join(role.value for role in metric.roles)
-    kind = metric.kind.value.capitalize()
-    yield f"{kind} (`{metric.name}`, unit `{metric.unit}`, of {processes}). {metric.meaning}"
+    yield f"{metric.kind.value.capitalize()} (unit `{metric.unit}`, of {processes}). {metric.meaning}"
     if metric.buckets:
-        yield f"Buckets: {', '.join(f'{bound:g}' for bound in metric.buckets)}."
+        bounds = f"as of `{same_buckets}`" if same_buckets else ", ".join(f"{b:g}" for b in metric.buckets)
+        yield f"Buckets: {bounds}."
     example = QUERIES[metric.name]
     yield f"\n{example['answers']}\n"
     yield f"```promql\n{example['query']}\n```\n"

@@ -291,18 +291,11 @@ def _names(span: Span) -> Iterator[str]:
 
 def _attributes() -> Iterator[str]:
     yield "## Attributes\n"
-    yield "| attribute | type | unit | meaning | on |"
-    yield "|---|---|---|---|---|"
+    yield "| attribute | type | unit | meaning |"
+    yield "|---|---|---|---|"
     for attribute in ATTRIBUTES:
-        where = ", ".join(_places(attribute))
         unit = f"`{attribute.unit}`" if attribute.unit else ""
-        yield f"| `{attribute.name}` | {attribute.type} | {unit} | {attribute.meaning} | {where} |"
-
-
-def _places(attribute: Attribute) -> Iterator[str]:
-    for span in SPANS:
-        if attribute.name in (*span.always, *span.sometimes):
-            yield f"{span.name.removeprefix('gammaray.')} ({span.kind})"
+        yield f"| `{attribute.name}` | {attribute.type} | {unit} | {attribute.meaning} |"
 
 
 def main() -> int:

@@ -87,7 +87,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Searched in this order; each name is in the `__all__` of exactly one of them.
+# Searched in this order, so that few modules are imported for most names.
 _HOMES = (
     "errors",
     "types",
@@ -105,7 +105,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for home in _HOMES:
         module = import_module(f"{__name__}.{home}")
-        if name in module.__all__:
+        if hasattr(module, name):
             value: object = getattr(module, name)
             globals()[name] = value
             return value

@@ -6,14 +6,6 @@ from dataclasses import dataclass, field, replace
 
 from gammaray.types import DrafterKind, PromptLogprobs, Proposal, TokenOrigin
 
-__all__ = [
-    "MAX_ANSWER_BYTES",
-    "Shape",
-    "TokenLogprobs",
-    "Verdict",
-    "VerifyTiming",
-]
-
 PROTOCOL, OLDEST_PROTOCOL = 1, 0
 """Newest and oldest version of the workers' protocol that this version speaks. A change that the other side
 of an upgrade would misunderstand gets a new number; the oldest one follows when its support ends."""

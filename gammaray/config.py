@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -21,9 +21,6 @@ from gammaray.demo_pair import DEMO_PAIR, early_exit_layers
 from gammaray.engines import refuse
 from gammaray.environment import OTHER_VARIABLES, PREFIX, check_environment
 from gammaray.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 MAX_WORKERS = 64
 
@@ -40,18 +37,14 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _OWN_MESSAGE = re.compile(r"(?:Value error, )?got (?P<got>.*), allowed: (?P<allowed>.*)", re.DOTALL)
 # Description of allowed values by pydantic error type; braces are filled from the error's context.
 _ALLOWED = {
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "an integer"),
     "dict_type": "a mapping",
     "finite_number": "a finite number",
-    "float_parsing": "a number",
-    "float_type": "a number",
     "greater_than": "a number above {gt:g}",
     "greater_than_equal": "at least {ge:g}",
-    "int_from_float": "an integer",
-    "int_parsing": "an integer",
     "int_parsing_size": "an integer of fewer digits",
-    "int_type": "an integer",
     "less_than": "a number below {lt:g}",
     "less_than_equal": "at most {le:g}",
     "literal_error": "{expected}",
@@ -343,9 +336,7 @@ class WorkerSettings(ServingSettings, _ModelSettings):
     """Settings shared by draft and target workers."""
 
     model: str = Field(
-        DEMO_PAIR,
-        min_length=1,
-        description="Directory or hub name of a causal LM; 'demo' is the demo pair.",
+        DEMO_PAIR, min_length=1, description="Directory or hub name of a causal LM; 'demo' is the demo pair."
     )
     listen: str = Field(
         "127.0.0.1:0",
@@ -391,10 +382,7 @@ class DraftSettings(WorkerSettings, _ModelSettings):
     """A draft worker."""
 
     draft_weights: Weights = Field("auto", description=_DRAFT_WEIGHTS)
-    draft_ahead: bool = Field(
-        True,
-        description="Prepare the next proposals while the target verifies.",
-    )
+    draft_ahead: bool = Field(True, description="Prepare the next proposals while the target verifies.")
     target: str = Field(
         "",
         description="The target: directory or hub name. A draft with another vocabulary then "
@@ -408,9 +396,7 @@ class OrchestratorSettings(ServingSettings, _AccessSettings):
     """An orchestrator replica."""
 
     model: str = Field(
-        DEMO_PAIR,
-        min_length=1,
-        description="The target model, for its tokenizer and configuration.",
+        DEMO_PAIR, min_length=1, description="The target model, for its tokenizer and configuration."
     )
     served_model_name: str = Field("", description="Name that clients use; empty: derived from `model`.")
     redis_url: str = Field(
@@ -445,9 +431,7 @@ class ScalingSettings(BaseModel):
         8.0, gt=0, description="Blocks in flight per target worker above which a worker is added."
     )
     orchestrator_load: float = Field(
-        64.0,
-        gt=0,
-        description="Running and waiting requests per orchestrator above which one is added.",
+        64.0, gt=0, description="Running and waiting requests per orchestrator above which one is added."
     )
     draft_load: float = Field(
         4.0, gt=0, description="Blocks in flight per draft worker above which a worker is added."

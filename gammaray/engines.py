@@ -51,17 +51,14 @@ class EngineFacts:
             rules.insert(0, (self.deterministic, "deterministic"))
         for values, reason in rules:
             for setting, allowed in values.items():
-                if asked.get(setting, allowed[0]) not in allowed and _is_used(setting, asked):
+                # In a target without a head nothing has the weights of a draft.
+                is_used = setting != "draft_weights" or bool(asked.get("head", True))
+                if is_used and asked.get(setting, allowed[0]) not in allowed:
                     choices = " or ".join("empty" if value == "" else str(value) for value in allowed)
                     return InvalidArgumentError(setting, asked[setting], f"{choices} with {reason}")
         if asked.get("learn") and asked.get("has_keys") and not self.learns_by_tenant:
             return InvalidArgumentError("learn", asked["learn"], f"empty with {rules[-1][1]} and API keys")
         return None
-
-
-def _is_used(setting: str, asked: Mapping[str, Any]) -> bool:
-    """Whether a setting has an effect: in a target without a head nothing has the weights of a draft."""
-    return setting != "draft_weights" or bool(asked.get("head", True))
 
 
 VLLM = EngineFacts(

@@ -25,24 +25,6 @@ from typing import ClassVar
 
 import grpc
 
-__all__ = [
-    "CancelledError",
-    "DeadlineExceededError",
-    "FailedPreconditionError",
-    "GammarayError",
-    "IncompleteOutputError",
-    "InternalError",
-    "InvalidArgumentError",
-    "ModelChangedError",
-    "NotFoundError",
-    "ResourceExhaustedError",
-    "UnauthenticatedError",
-    "UnavailableError",
-    "error_class",
-    "renaming",
-    "rendering",
-]
-
 _MAX_RENDERED = 4096
 """Length above which the rendering of a list or mapping is truncated, in characters."""
 

@@ -8,35 +8,7 @@ from enum import Enum
 
 from gammaray.checks import check_encodable, check_int, check_session_id, check_token_ids
 from gammaray.errors import InvalidArgumentError
-from gammaray.sampling import MAX_LOGIT_BIAS, SamplingParams
-
-__all__ = [
-    "ADAPTIVE",
-    "MAX_GAMMA",
-    "MAX_LOGIT_BIAS",
-    "MAX_NODES",
-    "MAX_PREDICTION",
-    "MAX_PROMPT_LOGPROBS",
-    "Chunk",
-    "DrafterKind",
-    "EmittedToken",
-    "FinishReason",
-    "GammaPolicy",
-    "GenerationRequest",
-    "ProcessStatus",
-    "PromptLogprobs",
-    "Proposal",
-    "SamplingParams",
-    "SparseDistribution",
-    "SpeculationSummary",
-    "SpeculationTotals",
-    "TokenOrigin",
-    "TopLogprob",
-    "Usage",
-    "VerificationMethod",
-    "WorkerTotals",
-    "check_prompt_logprobs",
-]
+from gammaray.sampling import SamplingParams as SamplingParams
 
 MAX_GAMMA = 64
 MAX_NODES = 256

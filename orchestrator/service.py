@@ -45,12 +45,7 @@ from orchestrator.text.tokenizer import Tokenizer, served_name
 from orchestrator.turn import RunningTurn
 from orchestrator.workers.fleet import Fleet
 from orchestrator.workers.session_client import session_spec
-from orchestrator.workers.verifier import (
-    VERIFY_TIMEOUT_S,
-    RemoteVerifier,
-    check_grammars,
-    check_served,
-)
+from orchestrator.workers.verifier import VERIFY_TIMEOUT_S, RemoteVerifier, check_grammars, check_served
 
 _log = logging.getLogger(__name__)
 

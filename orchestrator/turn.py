@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from types import TracebackType
 
 from gammaray.errors import CancelledError, NotFoundError
 from gammaray.types import Chunk, FinishReason
@@ -107,9 +106,7 @@ class RunningTurn:
     def __enter__(self) -> RunningTurn:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:
         session = self._session
         self._cycle_log.finish(error or self._error)
         if isinstance(error, NotFoundError):  # deleted; workers may have received its tokens again since

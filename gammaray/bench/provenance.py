@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from gammaray.program.files import replacing
+
 _REPOSITORY = Path(__file__).parents[2]
 _PACKAGES = ("gammaray", "torch", "transformers", "tokenizers", "ray", "grpcio", "protobuf", "redis")
 _SECRET = "--api-key"
@@ -38,10 +40,8 @@ def write_result(name: str, result: dict[str, Any], out: Path) -> Path:
     """Write `result` with its provenance as JSON to `out`, and return that path."""
     out.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"name": name, "provenance": provenance(), **result}, indent=1)
-    # Written to a temporary file and renamed, so that a killed run leaves no partial result.
-    part = out.with_suffix(".part")
-    part.write_text(text + "\n")
-    part.replace(out)
+    with replacing(out) as part:  # a killed run leaves no partial result
+        part.write_text(text + "\n")
     return out
 
 

@@ -66,12 +66,7 @@ class Stack:
     """
 
     def __init__(
-        self,
-        gamma: int | str,
-        client: AsyncClient,
-        *,
-        options: GenerateOptions | None = None,
-        name: str = "",
+        self, gamma: int | str, client: AsyncClient, *, options: GenerateOptions | None = None, name: str = ""
     ) -> None:
         self.name = name or stack_name(gamma)
         self._policy = parse_gamma(str(gamma))

@@ -16,8 +16,6 @@ from gammaray import __version__
 from gammaray.environment import check_environment, past_proxies
 from gammaray.program.failures import failure_of, shown
 
-__all__ = ["main"]
-
 # Each command and its short help, so that `gammaray --help` imports no command.
 _COMMANDS = {
     "audit": "Check from outside whether a server's text follows its model.",
@@ -81,7 +79,7 @@ def _known_variables() -> Collection[str]:
     return known_variables()
 
 
-@click.group(cls=_Gammaray, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Gammaray, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="gammaray")
 def main() -> None:
     """Lossless speculative decoding as a cluster."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from gammaray.client.async_client import AsyncClient
+from gammaray.program.values import GIVEN_FILE
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
@@ -50,34 +51,22 @@ def connection_options(timeout_s: float, *, http: bool = False) -> Callable[[_Fu
 
     With `http` the command uses the HTTP API: `--url` instead of `--address`.
     """
+    names, place, form, limited = ["--address", "-a"], "127.0.0.1:9000", "HOST:PORT", "of the call"
+    meaning = "The cluster's gRPC API; https://HOST:PORT uses TLS."
+    if http:
+        names, place, form, limited = ["--url"], "127.0.0.1:8000", "URL", "without data from the server"
+        meaning = "The cluster's HTTP API; https:// uses TLS."
     options = (
-        _option(
-            "--url" if http else "--address",
-            *(() if http else ("-a",)),
-            "address",
-            default="127.0.0.1:8000" if http else "127.0.0.1:9000",
-            show_default=True,
-            metavar="URL" if http else "HOST:PORT",
-            help="The cluster's HTTP API; https:// uses TLS."
-            if http
-            else "The cluster's gRPC API; https://HOST:PORT uses TLS.",
-        ),
+        _option(*names, "address", default=place, metavar=form, help=meaning),
         _option("--api-key", metavar="KEY", help="Key of a cluster that requires one."),
         click.option(
-            "--timeout",
-            "timeout_s",
+            *("--timeout", "timeout_s"),
             type=float,
             default=timeout_s,
-            show_default=True,
             metavar="SECONDS",
-            help="Timeout without data from the server." if http else "Timeout of the call.",
+            help=f"Timeout {limited}.",
         ),
-        click.option(
-            "--tls",
-            is_flag=True,
-            default=None,
-            help="Use TLS and trust the system's CAs.",
-        ),
+        click.option("--tls", is_flag=True, default=None, help="Use TLS and trust the system's CAs."),
         _option("--ca-file", type=_FILE, help="PEM file of the CAs to trust; implies --tls."),
         click.option(
             "--cert-file", type=_FILE, help="PEM file of a client certificate for mutual TLS; implies --tls."
@@ -111,18 +100,13 @@ def _collected(
 
 def form_options(function: _Function) -> _Function:
     """Add the options for the form of a text, which the command receives as one argument, `form`."""
-    file = click.Path(exists=True, dir_okay=False, path_type=Path)
+    file: dict[str, Any] = {"type": GIVEN_FILE, "metavar": "FILE"}
     options = (
-        click.option(
-            "--json-schema", type=file, metavar="FILE", help="Produce JSON that matches this schema."
-        ),
+        click.option("--json-schema", **file, help="Produce JSON that matches this schema."),
         click.option("--regex", metavar="TEXT", help="Produce a text that matches this as a whole."),
         click.option("--choice", multiple=True, metavar="TEXT", help="Produce one of these; repeatable."),
-        click.option(
-            "--grammar", type=file, metavar="FILE", help="Follow this grammar, in llguidance's Lark."
-        ),
+        click.option("--grammar", **file, help="Follow this grammar, in llguidance's Lark."),
     )
-
     return _collected("form", _form, options)(function)
 
 

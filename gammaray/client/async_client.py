@@ -15,14 +15,13 @@ import time
 from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Self, Unpack
 
 import grpc
 
 from gammaray.checks import check_int
 from gammaray.client.completion import Completion
-from gammaray.client.request import Prompt, build_with_form
+from gammaray.client.request import GenerateOptions, Prompt, build_with_form
 from gammaray.client.resume import stream_completion
 from gammaray.client.structured import OutputForm
 from gammaray.client.transport import RetryPolicy, Transport
@@ -41,13 +40,6 @@ from gammaray.wire import convert
 from gammaray.wire.convert import process_from_proto
 from gammaray.wire.cycles import CycleRecord, cycles_from_proto
 from gammaray.wire.sessions import SessionInfo, info_from_proto
-
-if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
-
-    from gammaray.client.request import GenerateOptions
-
-__all__ = ["AsyncClient"]
 
 STATUS_TIMEOUT_S = 10.0
 """Default deadline of status calls, in seconds."""
@@ -245,10 +237,5 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

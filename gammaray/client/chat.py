@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import BadStatusLine, HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 from urllib.parse import urlsplit
 
 from gammaray.checks import check_api_key, check_timeout
@@ -28,11 +28,6 @@ from gammaray.errors import (
     UnavailableError,
 )
 from gammaray.security.client_tls import ClientTls, client_tls
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["Chat", "ChatPiece"]
 
 _ALLOWED_URL = "http://host:port or https://host:port"
 _MAX_TIMEOUT_S = 7 * 86_400.0

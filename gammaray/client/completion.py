@@ -10,8 +10,6 @@ from gammaray.client.structured import OutputForm
 from gammaray.errors import InternalError
 from gammaray.types import Chunk, EmittedToken, FinishReason, PromptLogprobs, SpeculationSummary, Usage
 
-__all__ = ["Completion", "speculation_object"]
-
 
 @dataclass(frozen=True)
 class Completion:
@@ -78,32 +76,21 @@ class Completion:
         )
 
 
+_SHOWN = (
+    *("cycles", "tokens_per_cycle", "alpha", "acceptance_rate", "gamma_mean", "drafted_tokens"),
+    *("accepted_tokens", "speedup_estimate", "fallback_cycles", "draft_workers"),
+)
+
+
 def speculation_object(summary: SpeculationSummary) -> dict[str, Any]:
     """Return what the JSON object `gammaray` of responses says about the speculation in a completion."""
+    values = vars(summary)
+    times = {part: values[f"{part}_ms"] for part in ("draft", "verify", "other", "total")}
+    kinds = ("model", "head", "suffix", "prediction", "grammar")
+    by_drafter = {kind: values[f"{kind}_cycles"] for kind in kinds} | {"none": summary.plain_cycles}
     return {
-        "cycles": summary.cycles,
-        "tokens_per_cycle": summary.tokens_per_cycle,
-        "alpha": summary.alpha,
-        "acceptance_rate": summary.acceptance_rate,
+        **{name: values[name] for name in _SHOWN},
         "accepted_lengths": list(summary.accepted_lengths),
-        "gamma_mean": summary.gamma_mean,
-        "drafted_tokens": summary.drafted_tokens,
-        "accepted_tokens": summary.accepted_tokens,
-        "time_ms": {
-            "draft": summary.draft_ms,
-            "verify": summary.verify_ms,
-            "other": summary.other_ms,
-            "total": summary.total_ms,
-        },
-        "speedup_estimate": summary.speedup_estimate,
-        "cycles_by_drafter": {
-            "model": summary.model_cycles,
-            "head": summary.head_cycles,
-            "suffix": summary.suffix_cycles,
-            "prediction": summary.prediction_cycles,
-            "grammar": summary.grammar_cycles,
-            "none": summary.plain_cycles,
-        },
-        "fallback_cycles": summary.fallback_cycles,
-        "draft_workers": summary.draft_workers,
+        "time_ms": times,
+        "cycles_by_drafter": by_drafter,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Unpack
 
 from gammaray.checks import TokenIds
 from gammaray.client.structured import OutputForm, OutputOptions
@@ -20,11 +20,6 @@ from gammaray.types import (
     SamplingParams,
     VerificationMethod,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["GenerateOptions", "Prompt", "build_request", "build_with_form"]
 
 Prompt = str | Sequence[int] | GenerationRequest
 """Text, token ids of the target's vocabulary, or a whole request."""

@@ -32,8 +32,6 @@ from gammaray.types import Chunk, GenerationRequest
 from gammaray.wire import convert
 from gammaray.wire.rpc_errors import code_of, is_from_gammaray
 
-__all__ = ["stream_completion"]
-
 FIRST_PAUSE_S = 0.02
 """Upper bound of the delay before the first attempt to resume a broken stream, in seconds: short, as usually
 only one of several processes died. Later delays follow `RetryPolicy`."""

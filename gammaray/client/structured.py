@@ -15,8 +15,6 @@ from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_gr
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-__all__ = ["OutputForm", "OutputOptions"]
-
 _NAMES = ("json_schema", "regex", "choice", "grammar")
 
 

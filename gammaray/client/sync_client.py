@@ -9,20 +9,10 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
-
-import grpc
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from gammaray.client.async_client import AsyncClient
-from gammaray.client.transport import RetryPolicy
 from gammaray.types import Chunk
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["Client"]
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -62,6 +52,13 @@ class _LoopThread:
 _LOOP_THREAD = _LoopThread()
 
 
+def _with_arguments_of(
+    kind: Callable[_P, AsyncClient],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Client, _P], None]]:
+    """Return a decorator of Client's constructor, which passes all arguments on."""
+    return functools.wraps(AsyncClient.__init__)
+
+
 def _blocking(
     method: Callable[Concatenate[AsyncClient, _P], Coroutine[Any, Any, _Result]],
 ) -> Callable[Concatenate[Client, _P], _Result]:
@@ -92,30 +89,9 @@ class Client:
     Can be used inside a running event loop, which it blocks while waiting.
     """
 
-    def __init__(
-        self,
-        address: str = "127.0.0.1:9000",
-        *,
-        api_key: str | None = None,
-        timeout_s: float = 600.0,
-        retry: RetryPolicy | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        tls: bool | None = None,
-        ca_file: str | Path | None = None,
-        cert_file: str | Path | None = None,
-        key_file: str | Path | None = None,
-    ) -> None:
-        self._client = AsyncClient(
-            address,
-            api_key=api_key,
-            timeout_s=timeout_s,
-            retry=retry,
-            credentials=credentials,
-            tls=tls,
-            ca_file=ca_file,
-            cert_file=cert_file,
-            key_file=key_file,
-        )
+    @_with_arguments_of(AsyncClient)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._client = AsyncClient(*args, **options)
         self._loop, self._is_closed = _LOOP_THREAD.loop(), False
 
     generate = _streaming(AsyncClient.generate)
@@ -139,12 +115,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _iterate(self, chunks: AsyncGenerator[Chunk, None]) -> Iterator[Chunk]:

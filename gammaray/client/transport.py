@@ -15,18 +15,11 @@ import grpc
 
 from gammaray.aio import num_cancellations
 from gammaray.checks import check_api_key, check_timeout, is_address, is_loopback
-from gammaray.errors import (
-    CancelledError,
-    DeadlineExceededError,
-    InvalidArgumentError,
-    UnavailableError,
-)
+from gammaray.errors import CancelledError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 from gammaray.security.client_tls import ClientTls
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceStub
 from gammaray.wire.metadata import APPLICATION, MAX_TIMEOUT_MS, TIMEOUT_HEADER, trace_metadata
 from gammaray.wire.rpc_errors import error_from_rpc
-
-__all__ = ["RetryPolicy", "Transport"]
 
 CHANNEL_OPTIONS = (
     # A peer that disappears without closing (a cut cable, a killed machine) is detected within 40 seconds;

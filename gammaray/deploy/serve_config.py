@@ -117,41 +117,21 @@ class ServeApplication:
     deployment: str  # name of its one deployment
     import_path: str  # `module:function` that builds it from its settings, for a Serve configuration
     settings: type[OrchestratorSettings] | type[WorkerSettings]
-    route_prefix: str | None  # of its HTTP API; None if it has none
-    resource: str  # logical Ray resource: each node for this role has one, and each replica takes one
+    route_prefix: str | None = None  # of its HTTP API; None if it has none
+
+    @property
+    def resource(self) -> str:
+        """Logical Ray resource: each node for this role has one, and each replica takes one."""
+        return f"gammaray_{self.role}"
 
 
+_TARGET = f"{APPLICATION}-target", "TargetWorker", "services.serve.app:target"
+_DRAFT = f"{APPLICATION}-draft", "DraftWorker", "services.serve.app:draft"
+_ORCHESTRATOR = APPLICATION, "Orchestrator", "orchestrator.app:orchestrator"
 APPLICATIONS: Final[Mapping[str, ServeApplication]] = {
-    application.role: application
-    for application in (
-        ServeApplication(
-            "target",
-            f"{APPLICATION}-target",
-            "TargetWorker",
-            "services.serve.app:target",
-            TargetSettings,
-            None,
-            "gammaray_target",
-        ),
-        ServeApplication(
-            "draft",
-            f"{APPLICATION}-draft",
-            "DraftWorker",
-            "services.serve.app:draft",
-            DraftSettings,
-            None,
-            "gammaray_draft",
-        ),
-        ServeApplication(
-            "orchestrator",
-            APPLICATION,
-            "Orchestrator",
-            "orchestrator.app:orchestrator",
-            OrchestratorSettings,
-            "/",
-            "gammaray_orchestrator",
-        ),
-    )
+    "target": ServeApplication("target", *_TARGET, TargetSettings),
+    "draft": ServeApplication("draft", *_DRAFT, DraftSettings),
+    "orchestrator": ServeApplication("orchestrator", *_ORCHESTRATOR, OrchestratorSettings, "/"),
 }
 """Every application by role, in start order."""
 

@@ -66,7 +66,8 @@ def regex_grammar(pattern: str, field: str = "regex") -> str:
     check_encodable(field, pattern)
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise InvalidArgumentError(field, pattern, "a regular expression that does not end within an escape")
-    return f"start: /{_SPECIAL.sub(_in_lark, pattern)}/"
+    in_lark = _SPECIAL.sub(lambda found: _IN_LARK.get(found.group()[-1], found.group()), pattern)
+    return f"start: /{in_lark}/"
 
 
 def choice_grammar(choices: Sequence[str], field: str = "choice") -> str:
@@ -87,7 +88,3 @@ def literal(text: str) -> str:
 def _escaped(text: str) -> str:
     # Tokens by number, <[...]>, are refused in grammars, see `gammaray.grammar.matcher`.
     return text.replace("<", "\\u003c").replace("\x7f", "\\u007f")
-
-
-def _in_lark(found: re.Match[str]) -> str:
-    return _IN_LARK.get(found.group()[-1], found.group())

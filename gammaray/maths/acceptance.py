@@ -94,59 +94,32 @@ class SpeculationCounters:
         self.tested += missed
         self.drafted += missed
 
-    @property
-    def alpha(self) -> float | None:
-        """Accepted over tested tokens; None when nothing was tested."""
-        return self.accepted / self.tested if self.tested else None
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens; None when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else None
-
-    @property
-    def tokens_per_cycle(self) -> float:
-        """Emitted tokens per cycle; 0 before the first cycle."""
-        return self.emitted / self.cycles if self.cycles else 0.0
-
-    @property
-    def gamma_mean(self) -> float:
-        """Drafted tokens per cycle; 0 before the first cycle."""
-        return self.drafted / self.cycles if self.cycles else 0.0
-
-    @property
-    def speedup_estimate(self) -> float | None:
-        """Decoding speed relative to gamma 0, about 1 at gamma 0; None while plain cycles are unknown.
-
-        Both sides exclude the first cycle, which contains the prefill. Each cycle is compared with the plain
-        cycle time of that moment, so that load on the cluster affects both sides.
-        """
-        return self.plain_s / self.decode_s if self.decode_s > 0 else None
-
     def summary(self, total_s: float) -> SpeculationSummary:
-        """Return the summary for the client; `total_s` is the time of all cycles."""
+        """Return the summary for the client; `total_s` is the time of all cycles.
+
+        Both sides of the estimated speedup exclude the first cycle, which contains the prefill. Each cycle is
+        compared with the plain cycle time of that moment, so that load on the cluster affects both sides.
+        """
+        by_drafter = dict(self.cycles_by_drafter)
+        plain = by_drafter.pop(DrafterKind.NONE)
         return SpeculationSummary(
             cycles=self.cycles,
-            tokens_per_cycle=self.tokens_per_cycle,
-            alpha=self.alpha,
-            acceptance_rate=self.acceptance_rate,
+            tokens_per_cycle=self.emitted / self.cycles if self.cycles else 0.0,
+            alpha=self.accepted / self.tested if self.tested else None,
+            acceptance_rate=self.accepted / self.drafted if self.drafted else None,
             accepted_lengths=tuple(self.accepted_lengths),
-            gamma_mean=self.gamma_mean,
+            gamma_mean=self.drafted / self.cycles if self.cycles else 0.0,
             draft_ms=self.draft_s * 1e3,
             verify_ms=self.verify_s * 1e3,
             other_ms=max(0.0, total_s - self.draft_s - self.verify_s) * 1e3,
             total_ms=total_s * 1e3,
-            speedup_estimate=self.speedup_estimate,
-            model_cycles=self.cycles_by_drafter[DrafterKind.MODEL],
-            plain_cycles=self.cycles_by_drafter[DrafterKind.NONE],
+            speedup_estimate=self.plain_s / self.decode_s if self.decode_s > 0 else None,
+            plain_cycles=plain,
             fallback_cycles=self.fallbacks,
             draft_workers=len(self.draft_workers),
-            suffix_cycles=self.cycles_by_drafter[DrafterKind.SUFFIX],
-            prediction_cycles=self.cycles_by_drafter[DrafterKind.PREDICTION],
-            grammar_cycles=self.cycles_by_drafter[DrafterKind.GRAMMAR],
-            head_cycles=self.cycles_by_drafter[DrafterKind.HEAD],
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
+            **{f"{kind.value}_cycles": count for kind, count in by_drafter.items()},
         )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from gammaray.program.values import FloatRange
+from gammaray.program.values import GIVEN_FILE, FloatRange
 
 START_OPTIONS = (
     click.Option(
@@ -25,14 +23,8 @@ START_OPTIONS = (
 """Options of a start, which are no settings of the cluster."""
 
 CHECK_PARAMS: tuple[click.Parameter, ...] = (
-    click.Argument(
-        ["path"], metavar="RECEIPTS", type=click.Path(exists=True, dir_okay=False, path_type=Path)
-    ),
-    click.Option(
-        ["--target"],
-        required=True,
-        help="Directory or hub name; 'demo' is the demo pair's.",
-    ),
+    click.Argument(["path"], metavar="RECEIPTS", type=GIVEN_FILE),
+    click.Option(["--target"], required=True, help="Directory or hub name; 'demo' is the demo pair's."),
     click.Option(
         ["--key"],
         metavar="FILE|URL",

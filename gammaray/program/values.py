@@ -1,15 +1,22 @@
-"""Types of option values: numbers within bounds, and comma-separated lists."""
+"""Types of option values: files, numbers within bounds, and comma-separated lists."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from gammaray.checks import check_number
 from gammaray.errors import InvalidArgumentError
+
+GIVEN_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+"""A file that is read."""
+
+NEW_FILE = click.Path(dir_okay=False, path_type=Path)
+"""A file that is written."""
 
 _Value = TypeVar("_Value")
 

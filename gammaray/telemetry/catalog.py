@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 _FAST_S = (0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.006, 0.008)
@@ -28,8 +28,6 @@ class Role(str, Enum):
     TARGET = "target"
 
 
-ORCHESTRATOR = (Role.ORCHESTRATOR,)
-BOTH_WORKERS = (Role.DRAFT, Role.TARGET)
 ALL = tuple(Role)
 
 
@@ -40,10 +38,10 @@ class Metric:
     name: str
     kind: Kind
     unit: str  # in UCUM, as in OpenTelemetry: s, By, or the counted thing in braces
-    roles: tuple[Role, ...]
     meaning: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram's
+    roles: tuple[Role, ...] = (Role.ORCHESTRATOR,)  # kinds of the processes that have it
 
     @property
     def family(self) -> str:
@@ -62,29 +60,29 @@ class Metric:
 
 SPECULATION = (
     Metric(
-        *("gammaray.spec_decode.num_tested_tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
+        *("gammaray.spec_decode.num_tested_tokens", Kind.COUNTER, "{token}"),
         "Tested proposed tokens: the accepted ones, plus one if a test failed.",
     ),
     Metric(
-        *("gammaray.spec_decode.num_accepted_tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
+        *("gammaray.spec_decode.num_accepted_tokens", Kind.COUNTER, "{token}"),
         "Proposed tokens that were accepted and emitted.",
     ),
     Metric(
-        *("gammaray.tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
+        *("gammaray.tokens", Kind.COUNTER, "{token}"),
         "Tokens emitted, by origin: accepted, correction or bonus.",
         labels=("origin",),
     ),
     Metric(
-        *("gammaray.cycles", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
+        *("gammaray.cycles", Kind.COUNTER, "{cycle}"),
         "Cycles by the drafter that proposed: model, head, suffix, prediction, grammar, or none.",
         labels=("rung",),
     ),
     Metric(
-        *("gammaray.cycle.fallbacks", Kind.COUNTER, "{cycle}", ORCHESTRATOR),
+        *("gammaray.cycle.fallbacks", Kind.COUNTER, "{cycle}"),
         "Cycles in which the drafter that the request allows was absent, failed or was late.",
     ),
     Metric(
-        *("gammaray.cycle.gamma", Kind.HISTOGRAM, "{token}", ORCHESTRATOR),
+        *("gammaray.cycle.gamma", Kind.HISTOGRAM, "{token}"),
         "Gamma that the controller chose, per cycle.",
         buckets=GAMMAS,
     ),
@@ -92,18 +90,17 @@ SPECULATION = (
 
 TIME = (
     Metric(
-        *("gammaray.cycle.time", Kind.COUNTER, "s", ORCHESTRATOR),
-        "Time of all cycles by phase: draft (waiting for proposals), target_queue and target_step "
-        "(what the target worker reports), target_wire (the rest of that wait: network and messages), "
-        "other.",
+        *("gammaray.cycle.time", Kind.COUNTER, "s"),
+        "Time of all cycles by phase: draft (waiting for proposals), target_queue and target_step (what "
+        "the target worker reports), target_wire (the rest of that wait: network and messages), other.",
         labels=("part",),
     ),
     Metric(
-        *("gammaray.decode.time", Kind.COUNTER, "s", ORCHESTRATOR),
+        *("gammaray.decode.time", Kind.COUNTER, "s"),
         "Time of the cycles that are compared with plain decoding: all but each completion's first.",
     ),
     Metric(
-        *("gammaray.decode.plain_time", Kind.COUNTER, "s", ORCHESTRATOR),
+        *("gammaray.decode.plain_time", Kind.COUNTER, "s"),
         "Time that the tokens of those cycles would have taken one by one, by the measured cost of plain "
         "cycles.",
     ),
@@ -111,40 +108,31 @@ TIME = (
 
 REQUESTS = (
     Metric(
-        *("gammaray.requests", Kind.COUNTER, "{request}", ORCHESTRATOR),
+        *("gammaray.requests", Kind.COUNTER, "{request}"),
         "Requests ended, by outcome: stop, length, cancelled, or the name of the gRPC status of the error.",
         labels=("outcome",),
     ),
+    Metric("gammaray.requests.active", Kind.GAUGE, "{request}", "Requests in flight."),
+    Metric("gammaray.requests.waiting", Kind.GAUGE, "{request}", "Waiting requests."),
+    Metric("gammaray.prompt.tokens", Kind.COUNTER, "{token}", "Tokens of prompts."),
     Metric(
-        *("gammaray.requests.active", Kind.GAUGE, "{request}", ORCHESTRATOR),
-        "Requests in flight.",
-    ),
-    Metric(
-        *("gammaray.requests.waiting", Kind.GAUGE, "{request}", ORCHESTRATOR),
-        "Waiting requests.",
-    ),
-    Metric(
-        *("gammaray.prompt.tokens", Kind.COUNTER, "{token}", ORCHESTRATOR),
-        "Tokens of prompts.",
-    ),
-    Metric(
-        *("gammaray.request.duration", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        *("gammaray.request.duration", Kind.HISTOGRAM, "s"),
         "Time of a completion, from the request's arrival to its last chunk.",
         buckets=REQUEST_S,
     ),
     Metric(
-        *("gammaray.time_to_first_token", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        *("gammaray.time_to_first_token", Kind.HISTOGRAM, "s"),
         "Time from a request's arrival to its first chunk.",
         buckets=REQUEST_S,
     ),
     Metric(
-        *("gammaray.time_per_output_token", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        *("gammaray.time_per_output_token", Kind.HISTOGRAM, "s"),
         "Time from the first to the last chunk over the number of tokens after the first chunk, per "
         "completion.",
         buckets=TOKEN_S,
     ),
     Metric(
-        *("gammaray.inter_token_latency", Kind.HISTOGRAM, "s", ORCHESTRATOR),
+        *("gammaray.inter_token_latency", Kind.HISTOGRAM, "s"),
         "Gap between two chunks of a completion, of one or more tokens each (vLLM's definition).",
         buckets=TOKEN_S,
     ),
@@ -152,79 +140,64 @@ REQUESTS = (
 
 WORKERS = (
     Metric(
-        *("gammaray.workers", Kind.GAUGE, "{worker}", ORCHESTRATOR),
+        *("gammaray.workers", Kind.GAUGE, "{worker}"),
         "Workers that the orchestrator is connected to, by role.",
         labels=("role",),
     ),
 )
 
-ENGINE = (
+_ENGINE = (
+    Metric("gammaray.worker.queue_depth", Kind.GAUGE, "{block}", "Blocks waiting or running."),
+    Metric("gammaray.worker.cache.used", Kind.GAUGE, "By", "KV cache in use."),
+    Metric("gammaray.worker.cache.budget", Kind.GAUGE, "By", "Upper bound of the KV cache."),
     Metric(
-        *("gammaray.worker.queue_depth", Kind.GAUGE, "{block}", BOTH_WORKERS),
-        "Blocks waiting or running.",
-        labels=("role",),
+        *("gammaray.worker.cache.retained", Kind.GAUGE, "By"),
+        "KV cache of ended sessions, in addition to the cache in use: kept for prompts with the same "
+        "prefix until the memory is needed.",
     ),
     Metric(
-        *("gammaray.worker.cache.used", Kind.GAUGE, "By", BOTH_WORKERS),
-        "KV cache in use.",
-        labels=("role",),
-    ),
-    Metric(
-        *("gammaray.worker.cache.budget", Kind.GAUGE, "By", BOTH_WORKERS),
-        "Upper bound of the KV cache.",
-        labels=("role",),
-    ),
-    Metric(
-        *("gammaray.worker.cache.retained", Kind.GAUGE, "By", BOTH_WORKERS),
-        "KV cache of ended sessions, in addition to the cache in use: kept for prompts with the same prefix "
-        "until the memory is needed.",
-        labels=("role",),
-    ),
-    Metric(
-        *("gammaray.worker.prefix_cache.queries", Kind.COUNTER, "{token}", BOTH_WORKERS),
+        *("gammaray.worker.prefix_cache.queries", Kind.COUNTER, "{token}"),
         "Tokens that sessions began with on this worker.",
-        labels=("role",),
     ),
     Metric(
-        *("gammaray.worker.prefix_cache.hits", Kind.COUNTER, "{token}", BOTH_WORKERS),
+        *("gammaray.worker.prefix_cache.hits", Kind.COUNTER, "{token}"),
         "Those of them that were cached: by an earlier turn, or by another session with the same prefix.",
-        labels=("role",),
     ),
     Metric(
-        *("gammaray.worker.drafter.first_tokens", Kind.COUNTER, "{token}", BOTH_WORKERS),
-        "First tokens of the proposals of a head that learns, by the version that drafted "
-        "(arm: stable or candidate), and whether they were accepted or rejected (outcome).",
-        labels=("role", "arm", "outcome"),
+        *("gammaray.worker.drafter.first_tokens", Kind.COUNTER, "{token}"),
+        "First tokens of the proposals of a head that learns, by the version that drafted (arm: stable or "
+        "candidate), and whether they were accepted or rejected (outcome).",
+        labels=("arm", "outcome"),
     ),
     Metric(
-        *("gammaray.worker.cache.evictions", Kind.COUNTER, "{session}", BOTH_WORKERS),
+        *("gammaray.worker.cache.evictions", Kind.COUNTER, "{session}"),
         "Sessions whose cache was evicted; their tokens are sent again.",
-        labels=("role",),
     ),
     Metric(
-        *("gammaray.worker.step.duration", Kind.HISTOGRAM, "s", BOTH_WORKERS),
+        *("gammaray.worker.step.duration", Kind.HISTOGRAM, "s"),
         "Time of one step (forward and what follows from it) over blocks.",
-        labels=("role",),
         buckets=TOKEN_S,
     ),
     Metric(
-        *("gammaray.worker.step.blocks", Kind.HISTOGRAM, "{block}", BOTH_WORKERS),
+        *("gammaray.worker.step.blocks", Kind.HISTOGRAM, "{block}"),
         "Blocks (sessions) per step: the batch size.",
-        labels=("role",),
         buckets=SIZES,
     ),
 )
+ENGINE = tuple(replace(own, roles=(Role.DRAFT, Role.TARGET), labels=("role", *own.labels)) for own in _ENGINE)
 
 INFO = (
     Metric(
-        *("gammaray.info", Kind.GAUGE, "1", ALL),
+        *("gammaray.info", Kind.GAUGE, "1"),
         "Always 1; the labels describe the process. `kernel` is what computes a worker's model.",
         labels=("role", "model", "version", "kernel"),
+        roles=ALL,
     ),
     Metric(
-        *("gammaray.tasks", Kind.GAUGE, "{task}", ALL),
+        *("gammaray.tasks", Kind.GAUGE, "{task}"),
         "asyncio tasks that are not done: some of the process's own, and some per request and stream.",
         labels=("role",),
+        roles=ALL,
     ),
 )
 

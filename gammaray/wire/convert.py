@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from gammaray import types as t
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import InvalidArgumentError
-from gammaray.types import ProcessStatus, SamplingParams, SpeculationTotals, WorkerTotals
+from gammaray.types import ProcessStatus, SamplingParams, WorkerTotals
 from gammaray.v1 import generation_service_pb2 as gen
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import fill_prompt_logprobs, prompt_logprobs_from_proto
@@ -25,27 +25,21 @@ from gammaray.wire.enums import (
     origin_from_proto,
 )
 
+# Fields whose dataclasses have the fields of their messages.
+_NESTED: dict[str, type[Any]] = {
+    "worker_totals": WorkerTotals,
+    "speculation_totals": t.SpeculationTotals,
+    "usage": t.Usage,
+    "summary": t.SpeculationSummary,
+}
+
 
 def process_to_proto(process: ProcessStatus) -> gen.ProcessStatus:
-    worker, speculation = process.worker_totals, process.speculation_totals
-    return gen.ProcessStatus(
-        **{
-            **vars(process),
-            "worker_totals": None if worker is None else pb.WorkerTotals(**vars(worker)),
-            "speculation_totals": None if speculation is None else pb.SpeculationTotals(**vars(speculation)),
-        }
-    )
+    return gen.ProcessStatus(**_fields(process))
 
 
 def process_from_proto(message: gen.ProcessStatus) -> ProcessStatus:
-    values = values_of(message, ProcessStatus)
-    if message.HasField("worker_totals"):
-        values["worker_totals"] = worker_totals_from_proto(message.worker_totals)
-    if message.HasField("speculation_totals"):
-        values["speculation_totals"] = SpeculationTotals(
-            **values_of(message.speculation_totals, SpeculationTotals)
-        )
-    return ProcessStatus(**values)
+    return ProcessStatus(**values_of(message, ProcessStatus))
 
 
 def worker_totals_from_proto(message: pb.WorkerTotals) -> WorkerTotals:
@@ -59,10 +53,17 @@ def values_of(message: Message, kind: type[Any]) -> dict[str, Any]:
         value = getattr(message, name)
         if message.DESCRIPTOR.fields_by_name[name].has_presence and not message.HasField(name):
             value = None
+        elif name in _NESTED:
+            value = _NESTED[name](**values_of(value, _NESTED[name]))
         elif isinstance(value, Sequence) and not isinstance(value, str):
             value = tuple(value)
         values[name] = value
     return values
+
+
+def _fields(value: ProcessStatus | t.Chunk) -> dict[str, Any]:
+    """Return what a message is made of, under the same names."""
+    return {name: vars(own) if own and name in _NESTED else own for name, own in vars(value).items()}
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
@@ -137,50 +138,26 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
 
 
 def chunk_to_proto(chunk: t.Chunk) -> gen.GenerateResponse:
-    message = gen.GenerateResponse(
-        session_id=chunk.session_id,
-        text=chunk.text,
-        seed=chunk.seed,
-        tokens=[token_to_proto(token) for token in chunk.tokens],
-        offset=chunk.offset,
-        turn=chunk.turn,
-        prompt_tokens=chunk.prompt_tokens,
-        receipt=chunk.receipt,
-    )
-    if chunk.finish_reason is not None:
-        message.finish_reason = FINISH_REASONS[chunk.finish_reason]
-    if chunk.usage is not None:
-        message.usage.CopyFrom(gen.Usage(**vars(chunk.usage)))
-    if chunk.summary is not None:
-        message.summary.CopyFrom(gen.SpeculationSummary(**vars(chunk.summary)))
+    fields = _fields(chunk) | {
+        "tokens": map(token_to_proto, chunk.tokens),
+        "finish_reason": None if chunk.finish_reason is None else FINISH_REASONS[chunk.finish_reason],
+        "prompt_logprobs": None,
+    }
+    message = gen.GenerateResponse(**fields)
     if chunk.prompt_logprobs is not None:
         fill_prompt_logprobs(message.prompt_logprobs, chunk.prompt_logprobs)
     return message
 
 
 def chunk_from_proto(message: gen.GenerateResponse) -> t.Chunk:
-    return t.Chunk(
-        session_id=message.session_id,
-        text=message.text,
-        tokens=tuple(token_from_proto(token) for token in message.tokens),
-        seed=message.seed,
-        finish_reason=FINISH_REASONS_BACK.get(message.finish_reason),
-        usage=t.Usage(**values_of(message.usage, t.Usage)) if message.HasField("usage") else None,
-        summary=(
-            t.SpeculationSummary(**values_of(message.summary, t.SpeculationSummary))
-            if message.HasField("summary")
-            else None
-        ),
-        offset=message.offset,
-        turn=message.turn,
-        prompt_tokens=message.prompt_tokens,
-        prompt_logprobs=(
-            prompt_logprobs_from_proto(message.prompt_logprobs, tuple(message.prompt_logprobs.token_ids))
-            if message.HasField("prompt_logprobs")
-            else None
-        ),
-        receipt=message.receipt,
-    )
+    logprobs = message.prompt_logprobs
+    values = values_of(message, t.Chunk) | {
+        "tokens": tuple(token_from_proto(token) for token in message.tokens),
+        "finish_reason": FINISH_REASONS_BACK.get(message.finish_reason),
+    }
+    if message.HasField("prompt_logprobs"):
+        values["prompt_logprobs"] = prompt_logprobs_from_proto(logprobs, tuple(logprobs.token_ids))
+    return t.Chunk(**values)
 
 
 def token_to_proto(token: t.EmittedToken) -> gen.EmittedToken:

@@ -11,8 +11,6 @@ from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.convert import values_of
 from gammaray.wire.enums import FINISH_REASONS, FINISH_REASONS_BACK
 
-__all__ = ["SessionInfo", "SessionState", "info_from_proto", "info_to_proto"]
-
 
 class SessionState(str, Enum):
     """State of the current turn; detached: its client or orchestrator is gone, and it can be resumed."""

@@ -73,10 +73,7 @@ class Authenticator:
     """
 
     def __init__(
-        self,
-        path: Path | None = None,
-        extra: Mapping[str, str] | None = None,
-        local_only: bool = False,
+        self, path: Path | None = None, extra: Mapping[str, str] | None = None, local_only: bool = False
     ) -> None:
         self._extra, self._local_only = dict(extra or {}), local_only
         self._keys = None if path is None else ReloadedKeys(path, _read_by_id, "API keys")

@@ -42,10 +42,7 @@ class SessionHandover:
         try:
             body = json.loads(data)
             return cls(
-                _counters(body["counters"]),
-                float(body["elapsed_s"]),
-                str(body["target"]),
-                str(body["draft"]),
+                _counters(body["counters"]), float(body["elapsed_s"]), str(body["target"]), str(body["draft"])
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             _log.warning("what the former owner of a session left cannot be read: %r", error)

@@ -82,11 +82,7 @@ class Corpus:
     kind = DrafterKind.SUFFIX
 
     def __init__(
-        self,
-        max_tokens: int,
-        tenant_share: float,
-        ttl_s: float,
-        now: Callable[[], float] = time.monotonic,
+        self, max_tokens: int, tenant_share: float, ttl_s: float, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_tokens, self._tenant_share = max_tokens, tenant_share
         self._ttl_s, self._now = ttl_s, now

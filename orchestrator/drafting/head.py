@@ -10,7 +10,7 @@ from orchestrator.workers.drafter import Readiness
 
 
 class TargetHead:
-    """Drafts with the head of the session's target worker, in the call that verifies; a ModelDrafter."""
+    """Drafts as `RemoteDrafter` does, by the head of the target worker, in the call that verifies."""
 
     kind = DrafterKind.HEAD
     address = ""

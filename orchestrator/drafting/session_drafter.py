@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TypeAlias
 
 from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
@@ -15,32 +15,15 @@ from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Candidates, Cycle, Draft, DraftHere, Match
 from orchestrator.drafting.grammar import GrammarDrafter
+from orchestrator.drafting.head import TargetHead
 from orchestrator.drafting.matches import TextDrafter, to_proposal
-from orchestrator.workers.drafter import Readiness
+from orchestrator.workers.drafter import Readiness, RemoteDrafter
 
 _log = logging.getLogger(__name__)
 
 
-class ModelDrafter(Protocol):
-    """Proposes for one session by a model in another process: `RemoteDrafter` and `TargetHead`."""
-
-    kind: DrafterKind
-
-    @property
-    def address(self) -> str:
-        """Address of the process in use, "" for none."""
-
-    def prepare(self, session: Session) -> Readiness:
-        """Start what a proposal needs, and return whether there can be one now."""
-
-    async def propose(self, session: Session, shape: Shape) -> Draft:
-        """Return a draft within `shape`; GammarayError if there is none."""
-
-    def prefer(self, session: Session, address: str) -> None:
-        """Use the process at an address if it is usable: it may hold the session's cache."""
-
-    def release(self, session: Session) -> None:
-        """Release the session's cache; returns at once."""
+ModelDrafter: TypeAlias = RemoteDrafter | TargetHead
+"""Proposes for one session by a model in another process."""
 
 
 class SessionDrafter:

@@ -293,22 +293,14 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
             own["cache_memory_share"] = usual.cache_memory_share * resources[role]["num_gpus"]
     # Targets report their load even if only the drafters scale: an empty draft pool scales up by it.
     scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None
-    targets = [
-        serve.RunTarget(
-            _build(role, {**shared, **own}, size, resources[role], scaling, cores[role]),
-            APPLICATIONS[role].name,
-            None,
-        )
-        for role, (own, size) in workers.items()
-        if size.maximum
-    ]
+    targets = []
+    for role, (own, size) in workers.items():
+        if size.maximum:
+            worker = _build(role, {**shared, **own}, size, resources[role], scaling, cores[role])
+            targets.append(serve.RunTarget(worker, APPLICATIONS[role].name, None))
     orchestrator = {**shared, **trust.orchestrator, **of_role["orchestrator"]}
-    application = build(
-        orchestrator,
-        settings.orchestrators,
-        probe_key_sha256=trust.probe_key_sha256,
-        local_only=trust.local_only,
-    )
+    key, local_only = trust.probe_key_sha256, trust.local_only
+    application = build(orchestrator, settings.orchestrators, probe_key_sha256=key, local_only=local_only)
     targets.append(serve.RunTarget(application, APPLICATIONS["orchestrator"].name, "/"))
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
@@ -402,12 +394,8 @@ def missing_parts(settings: ClusterSettings, host: str, api_key: str | None = No
         except GammarayError as error:
             return f"a response of the gRPC API ({error})"
         healthy = Counter(process.role for process in processes if process.healthy)
-        wanted = {
-            "target": settings.target_workers.minimum,
-            "draft": settings.draft_workers.minimum,
-            "redis": 1,
-        }
-        for role, count in wanted.items():
+        least = settings.target_workers.minimum, settings.draft_workers.minimum, 1
+        for role, count in zip(("target", "draft", "redis"), least, strict=True):
             if healthy[role] < count:
                 return f"{count - healthy[role]} more {role} process"
     return ""

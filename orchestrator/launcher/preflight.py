@@ -47,9 +47,8 @@ def worker_cores(
 def check_port(field: str, host: str, port: int) -> None:
     """Refuse a port that cannot be bound; `free_ports` will not return it."""
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as servers do, because of connections in TIME_WAIT
+        # As servers do, because of connections in TIME_WAIT.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except socket.gaierror as error:

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 import redis
@@ -100,9 +99,7 @@ class RedisServer:
     def __enter__(self) -> RedisServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _answers(self) -> bool:

@@ -340,14 +340,7 @@ class SessionManager:
         session = make_session(stored.session_id, began, stored.prompt, stored.max_tokens, self._tokenizer)
         session.epoch, session.model_identity = stored.epoch, stored.model_identity
         session.digest = stored.digest
-        return OpenSession(
-            session,
-            began,
-            stored.tokens,
-            request.resume_from,
-            stored.finish_reason,
-            handover,
-        )
+        return OpenSession(session, began, stored.tokens, request.resume_from, stored.finish_reason, handover)
 
 
 def _serialised(request: GenerationRequest) -> bytes:

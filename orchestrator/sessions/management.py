@@ -35,11 +35,7 @@ class SessionCalls:
     """
 
     def __init__(
-        self,
-        store: RedisStore,
-        tokenizer: Tokenizer,
-        release: Callable[..., None],
-        traces: RedisTraceStore,
+        self, store: RedisStore, tokenizer: Tokenizer, release: Callable[..., None], traces: RedisTraceStore
     ) -> None:
         self._store, self._tokenizer, self._release = store, tokenizer, release
         self._traces = traces

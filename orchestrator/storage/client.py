@@ -28,11 +28,7 @@ from gammaray.deploy.redis_connection import (
     reply_code,
     without_password,
 )
-from gammaray.errors import (
-    InternalError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gammaray.errors import InternalError, ResourceExhaustedError, UnavailableError
 
 T = TypeVar("T")
 

@@ -27,11 +27,16 @@ _ENDINGS: dict[int, Ending] = {0: "gone", 1: "whole", 2: "cut"}
 
 _log = logging.getLogger(__name__)
 
+
 # The arguments begin as those of a session's scripts. An item of the accounts belongs to the tenant before
 # its first ':' or '/'.
-_HEAD = COMMON + "local item = tenant .. '/' .. name\n"
+def _script(body: str) -> str:
+    return COMMON + _ITEM + body
 
-_KEEP = """
+
+_ITEM = """
+local item = tenant .. '/' .. name
+
 local function keep(room)
   local size = 0
   for _, text in ipairs(redis.call('HVALS', KEYS[1])) do size = size + #text end
@@ -46,24 +51,17 @@ end
 """
 
 # ARGV: tenant's bound, total bound, input, response, room. Returns 1, or the refusal.
-_CREATE = (
-    _HEAD
-    + _KEEP
-    + """
+_CREATE = _script("""
 local need = more_than_charged(#ARGV[7] + #ARGV[8] + ARGV[9])
 local no = refusal(need, tonumber(ARGV[5]), tonumber(ARGV[6]))
 if no then return no end
 redis.call('HSET', KEYS[1], 'input', ARGV[7], 'response', ARGV[8])
 keep(tonumber(ARGV[9]))
 return {1}
-"""
-)
+""")
 
 # ARGV: tenant's bound, total bound, response, short response. Returns a key of _ENDINGS, or -9.
-_FINISH = (
-    _HEAD
-    + _KEEP
-    + """
+_FINISH = _script("""
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 local need = more_than_charged(redis.call('HSTRLEN', KEYS[1], 'input') + #ARGV[7])
 local no = refusal(need, tonumber(ARGV[5]), tonumber(ARGV[6]))
@@ -71,18 +69,14 @@ if no and no[1] == -9 then return -9 end
 redis.call('HSET', KEYS[1], 'response', no and ARGV[8] or ARGV[7])
 keep(0)
 return no and 2 or 1
-"""
-)
+""")
 
 # Returns whether there was such a response. DEL comes first, as in the script that deletes sessions.
-_DELETE = (
-    _HEAD
-    + """
+_DELETE = _script("""
 local existed = redis.call('DEL', KEYS[1])
 charge(item, 0, 0)
 return existed
-"""
-)
+""")
 
 
 @dataclass(frozen=True)

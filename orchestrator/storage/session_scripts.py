@@ -164,11 +164,19 @@ if tonumber(head[1]) ~= tonumber(epoch) then return -2 end
 """
 )
 
+
+def _script(body: str) -> str:
+    return COMMON + body
+
+
+def _owners(body: str) -> str:
+    """Return a script of the owner whose epoch is the first argument after the common ones."""
+    return _script("local epoch = ARGV[5]" + _FENCE + "if head[6] ~= digest then return -2 end" + body)
+
+
 # ARGV: nonce, tenant's bound, total bound, request, room, then alternating fields and values. Returns the
 # epoch, 0 if the session exists, or the refusal. The same nonce in the hash: a retry after a lost answer.
-CREATE = (
-    COMMON
-    + """
+CREATE = _script("""
 local there = redis.call('HMGET', KEYS[1], 'nonce', 'epoch')
 if there[1] then return {there[1] == ARGV[5] and tonumber(there[2]) or 0} end
 local need = session_overhead + ARGV[9]
@@ -183,15 +191,12 @@ redis.call('HSET', KEYS[1], 'nonce', ARGV[5], 'epoch', epoch, 'first_epoch', epo
 redis.call('SADD', KEYS[4], name)
 renew()
 return {epoch}
-"""
-)
+""")
 
 # KEYS: the common ones, then those of the previous turn's request. ARGV: as CREATE, with the previous turn's
 # epoch and digest before the fields. Returns the new epoch, 0 if the session has another epoch or digest or
 # is not finished, -1 if there is no session, or the refusal.
-NEXT_TURN = (
-    COMMON
-    + """
+NEXT_TURN = _script("""
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'nonce', 'digest')
 if not head[1] then return {-1} end
 if head[3] == ARGV[5] then return {tonumber(head[1])} end
@@ -214,8 +219,7 @@ redis.call('HSET', KEYS[1], 'nonce', ARGV[5], 'epoch', epoch, 'size', 0, 'lease'
 redis.call('SADD', KEYS[4], name)
 renew()
 return {epoch}
-"""
-)
+""")
 
 _APPEND = """
 local length = redis.call('STRLEN', KEYS[2])
@@ -269,9 +273,7 @@ return length
 
 # ARGV: '', tenant's bound, total bound. Returns the new epoch, or the refusal; a finished session keeps its
 # epoch.
-TAKE_OVER = (
-    COMMON
-    + """
+TAKE_OVER = _script("""
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'digest', 'lease', 'room')
 if not head[3] then return {-1} end
 if head[3] ~= digest then return {-10} end
@@ -284,43 +286,29 @@ redis.call('HSET', KEYS[1], 'lease', now + lease_ms, 'epoch', epoch)
 redis.call('SADD', KEYS[4], name)
 renew()
 return {epoch}
-"""
-)
+""")
 
 # Renews the lease of an owner, which may have nothing to commit for a while. ARGV: epoch.
-RENEW = (
-    COMMON
-    + "local epoch = ARGV[5]"
-    + _FENCE
-    + """
-if head[6] ~= digest then return -2 end
+RENEW = _owners("""
 if head[2] then return 0 end
 redis.call('HSET', KEYS[1], 'lease', now + lease_ms)
 redis.call('SADD', KEYS[4], name)
 renew()
 return 1
-"""
-)
+""")
 
 # Ends the lease of the owner. ARGV: epoch, state or ''.
-DETACH = (
-    COMMON
-    + "local epoch = ARGV[5]"
-    + _FENCE
-    + """
-if head[6] ~= digest then return -2 end
+DETACH = _owners("""
 redis.call('HDEL', KEYS[1], 'lease')
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'state', ARGV[6]) end
 redis.call('SREM', KEYS[4], name)
 renew()
 return 1
-"""
-)
+""")
 
 # Ends the turn if it has not ended. Returns the epoch of the ended turn: later commits are refused.
-CANCEL = (
-    COMMON
-    + _HEAD
+CANCEL = _script(
+    _HEAD
     + """
 if head[2] then return tonumber(head[1]) end
 redis.call('HDEL', KEYS[1], 'lease')
@@ -336,9 +324,7 @@ return epoch
 # the owner that detached it, finished it, or died. The epoch is kept: an owner that was only slow may
 # continue. A lease longer than `lease_ms` was written before the clock was set back, and is shortened. What
 # is reserved for the session's response (see `orchestrator.storage.response_store`) is given back.
-REAP = (
-    COMMON
-    + """
+REAP = _script("""
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'lease')
 if head[1] and head[3] and not head[2] then
   local left = head[3] - now
@@ -352,14 +338,11 @@ if head[1] and head[3] and not head[2] then
 end
 redis.call('SREM', KEYS[4], name)
 return tonumber(head[1] or -1)
-"""
-)
+""")
 
 # Returns whether the session existed; -10 if it has another request. DEL comes first: at its memory limit
 # Redis accepts it, and then the rest of the script.
-DELETE = (
-    COMMON
-    + """
+DELETE = _script("""
 local there = redis.call('HGET', KEYS[1], 'digest')
 if there and there ~= digest then return -10 end
 redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
@@ -368,14 +351,11 @@ redis.call('ZREM', KEYS[5], name)
 charge(name, 0, 0)
 if there then leave(KEYS[10], KEYS[11], request) end
 return there and 1 or 0
-"""
-)
+""")
 
 # ARGV: epoch of the writing owner, records, tenant's bound, total bound. Returns the bytes stored; -1 if the
 # session is gone, also if another one has its name now; -7 and -8 if a bound is exceeded.
-RECORD = (
-    COMMON
-    + """
+RECORD = _script("""
 local first = redis.call('HGET', KEYS[1], 'first_epoch')
 if not first or tonumber(ARGV[5]) < tonumber(first) then return -1 end
 -- Sent again after its answer was lost: records carry times, so that two are never the same.
@@ -386,8 +366,7 @@ local left, length = redis.call('PTTL', KEYS[1]), redis.call('APPEND', KEYS[3], 
 redis.call('PEXPIRE', KEYS[3], math.max(left, 1))
 charge_session(now + left)
 return length
-"""
-)
+""")
 
 # KEYS: hash and tokens. Returns the time (ms), the fields of the hash, the tokens, and the ms until they
 # expire. Not a transaction: at its memory limit Redis refuses even read-only ones.

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from functools import partial
-from types import TracebackType
 
 from gammaray.errors import GammarayError
 from gammaray.telemetry.meter import Counter, Meter
@@ -137,9 +136,7 @@ class RequestMeter:
     def __enter__(self) -> RequestMeter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:
         shared, took_s = self._shared, time.perf_counter() - self._arrived
         outcome = _outcome_of(error) if self._finish is None else self._finish.value
         shared.outcome(outcome).value += 1

@@ -84,12 +84,7 @@ class Tracing:
         span.end(None)
 
     def cycle_log(
-        self,
-        session: Session,
-        span: RequestSpan,
-        background: BackgroundTasks,
-        *,
-        is_stored: bool = True,
+        self, session: Session, span: RequestSpan, background: BackgroundTasks, *, is_stored: bool = True
     ) -> CycleLog:
         """Open the cycle log of a session; of one that is not stored it has spans only."""
         trace = span.trace

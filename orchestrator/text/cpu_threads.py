@@ -26,21 +26,17 @@ NUM_COMPILER_THREADS = 2
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_parser = ThreadPoolExecutor(1, thread_name_prefix="gammaray-parser")
-_compiler = ThreadPoolExecutor(NUM_COMPILER_THREADS, thread_name_prefix="gammaray-compiler")
-_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gammaray-cpu")
+
+class _Threads:
+    """Some threads: called with work, one of them does it and its result is returned."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=f"gammaray-{name}")
+
+    async def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *args, **kwargs))
 
 
-async def in_parser_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in the single thread that parses large requests; return its result."""
-    return await asyncio.get_running_loop().run_in_executor(_parser, partial(work, *args, **kwargs))
-
-
-async def in_compiler_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in one of `NUM_COMPILER_THREADS` threads that compile grammars; return its result."""
-    return await asyncio.get_running_loop().run_in_executor(_compiler, partial(work, *args, **kwargs))
-
-
-async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in one of `NUM_THREADS` threads; return its result."""
-    return await asyncio.get_running_loop().run_in_executor(_threads, partial(work, *args, **kwargs))
+in_thread = _Threads(NUM_THREADS, "cpu")
+in_parser_thread = _Threads(1, "parser")  # of large requests
+in_compiler_thread = _Threads(NUM_COMPILER_THREADS, "compiler")  # of grammars

@@ -57,19 +57,20 @@ class Detokenizer:
             self._stopped = True
             self._ready, self._held = self._ready + self._held[: min(starts)], ""
             return True
-        keep = self._possible_stop()
-        cut = len(self._held) - keep
+        cut = len(self._held) - max((num_begun(self._held, stop) for stop in self._stop), default=0)
         self._ready, self._held = self._ready + self._held[:cut], self._held[cut:]
         return False
 
-    def _possible_stop(self) -> int:
-        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
-        longest = min(len(self._held), max(map(len, self._stop), default=1) - 1)
-        for length in range(longest, 0, -1):
-            end = self._held[-length:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return length
-        return 0
+
+def num_begun(text: str, marker: str) -> int:
+    """Return the length of the longest end of a text with which a marker begins."""
+    longest = min(len(text), len(marker) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
+
+
+def num_chars(data: bytes) -> int:
+    """Return the number of characters that begin in UTF-8 bytes: those that do not continue another one."""
+    return sum(byte & 0xC0 != 0x80 for byte in data)
 
 
 class _ByteDecoder:

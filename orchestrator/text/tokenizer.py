@@ -62,9 +62,7 @@ class Tokenizer:
             config: Any = AutoConfig.from_pretrained(model).get_text_config()
         except (OSError, ValueError, KeyError) as error:
             raise InvalidArgumentError(
-                "model",
-                f"{model} ({error})",
-                "a directory or hub name of a causal LM with its tokenizer",
+                "model", f"{model} ({error})", "a directory or hub name of a causal LM with its tokenizer"
             ) from error
         self.vocab_size = int(config.vocab_size)  # the model's; its tokenizer may have fewer token ids
         self.max_context = int(getattr(config, "max_position_embeddings", None) or 2**20)

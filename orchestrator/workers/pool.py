@@ -11,7 +11,7 @@ from gammaray.aio import BackgroundTasks
 from gammaray.errors import GammarayError, UnavailableError
 from gammaray.security.tls import TlsFiles
 from gammaray.types import ProcessStatus
-from gammaray.wire.convert import worker_totals_from_proto
+from gammaray.wire.convert import values_of, worker_totals_from_proto
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.protocol import BlockT, ResultT, WorkerInfo, WorkerProtocol
 
@@ -134,20 +134,13 @@ class WorkerPool(Generic[BlockT, ResultT]):
         if info is None:
             return ProcessStatus(self.role, 0, link.address, "", link.is_up, 0)
         return ProcessStatus(
-            self.role,
-            info.pid,
-            link.address,
-            info.model,
-            link.is_up,
-            info.num_sessions,
-            metrics_address=info.metrics_address,
-            num_queued=info.num_queued,
-            cache_bytes=info.cache_bytes,
-            cache_budget_bytes=info.cache_budget_bytes,
+            role=self.role,
+            address=link.address,
+            healthy=link.is_up,
+            sessions=info.num_sessions,
             worker_totals=worker_totals_from_proto(info.totals),
-            kernel=info.kernel,
-            version=info.version,
             clock_offset_s=link.clock_offset_s,
+            **values_of(info, ProcessStatus),
         )
 
     async def close(self) -> None:

@@ -172,14 +172,7 @@ def no_worker_error(
 class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult]):
     """Verifies through a target worker; after `timeout_s`, prefill not counted, through another."""
 
-    def __init__(
-        self,
-        pool: TargetPool,
-        spec: pb.SessionSpec,
-        *,
-        timeout_s: float,
-        wait_s: float,
-    ) -> None:
+    def __init__(self, pool: TargetPool, spec: pb.SessionSpec, *, timeout_s: float, wait_s: float) -> None:
         super().__init__(pool, spec)
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._identity = ""
@@ -261,13 +254,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         if block.HasField("spec"):
             block.spec.model_identity = self._identity
 
-    def _leave(
-        self,
-        session: Session,
-        link: TargetLink,
-        error: GammarayError,
-        lost_s: float,
-    ) -> None:
+    def _leave(self, session: Session, link: TargetLink, error: GammarayError, lost_s: float) -> None:
         """Detach the session from a worker that failed; raise if it is late and there is no other one."""
         if link.is_up:
             self.release(session)

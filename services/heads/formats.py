@@ -121,12 +121,11 @@ def _speculators(name: str, stored: Mapping[str, Any], target: PretrainedConfig)
         raise UnsupportedModelError(name, f"its layer is of type {kind!r}; served are {sorted(_LAYER_TYPES)}")
     return _config(
         name,
+        stored,
         layer,
         target,
         # These ids name the layers which the states enter.
         taps=stored.get("eagle_aux_hidden_state_layer_ids"),
-        num_outputs=stored.get("draft_vocab_size"),
-        target_hidden_size=stored.get("target_hidden_size"),
         has_head_norms=kind == "qwen3",
         norm_before_fc=_flag(name, stored, "norm_before_fc"),
         fc_norm=_flag(name, stored, "fc_norm"),
@@ -146,25 +145,17 @@ def _official(name: str, stored: Mapping[str, Any], target: PretrainedConfig) ->
     outputs = eagle.get("eagle_aux_hidden_state_layer_ids")
     # These ids name the layers whose outputs the states are, which enter the next one.
     taps = None if outputs is None else [number + 1 for number in _numbers(name, outputs)]
-    return _config(
-        name,
-        stored,
-        target,
-        taps=taps,
-        num_outputs=stored.get("draft_vocab_size"),
-        target_hidden_size=stored.get("target_hidden_size"),
-        norm_before_fc=_flag(name, eagle, "norm_before_fc"),
-    )
+    norm_before_fc = _flag(name, eagle, "norm_before_fc")
+    return _config(name, stored, stored, target, taps=taps, norm_before_fc=norm_before_fc)
 
 
 def _config(
     name: str,
+    stored: Mapping[str, Any],
     layer: Mapping[str, Any],
     target: PretrainedConfig,
     *,
     taps: Sequence[int] | None,
-    num_outputs: int | None,
-    target_hidden_size: int | None,
     **variant: bool,
 ) -> EagleConfig:
     """Return the configuration of a head whose one layer is described in transformers' words."""
@@ -187,13 +178,13 @@ def _config(
     return EagleConfig(
         taps=tuple(_numbers(name, taps)),
         hidden_size=rope.hidden_size,
-        target_hidden_size=target_hidden_size or rope.hidden_size,
+        target_hidden_size=stored.get("target_hidden_size") or rope.hidden_size,
         intermediate_size=rope.intermediate_size,
         num_heads=rope.num_attention_heads,
         num_kv_heads=rope.num_key_value_heads or rope.num_attention_heads,
         head_dim=head_dim,
         vocab_size=rope.vocab_size,
-        num_outputs=num_outputs or rope.vocab_size,
+        num_outputs=stored.get("draft_vocab_size") or rope.vocab_size,
         norm_eps=rope.rms_norm_eps,
         rope=rope,
         attention_bias=rope.attention_bias,

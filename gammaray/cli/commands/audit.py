@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import click
@@ -29,11 +28,10 @@ from gammaray.cli.local_cluster import local_cluster
 from gammaray.cli.program import CLUSTER_PACKAGES, check_packages
 from gammaray.errors import GammarayError, escaped
 from gammaray.program.output import output_console
-from gammaray.program.values import FloatRange, IntRange, list_of
+from gammaray.program.values import GIVEN_FILE, NEW_FILE, FloatRange, IntRange, list_of
 
 EXIT_CODES = {Status.PASSED: 0, Status.FAILED: 1, Status.INCONCLUSIVE: 3}
 _PERIOD_S = 10.0
-_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def _check_name(text: str) -> str:
@@ -54,63 +52,48 @@ def _fields(context: click.Context, parameter: click.Parameter, value: str) -> d
 
 @click.command()
 @click.argument("url")
+@click.option("--model", metavar="NAME", help="Model of the requests; by default the server's first.")
 @click.option(
-    "--model", default="", metavar="NAME", help="Model of the requests; by default the server's first."
-)
-@click.option(
-    "--api-key-env",
+    *("--api-key-env", "variable"),
     default="OPENAI_API_KEY",
-    show_default=True,
     metavar="NAME",
     help="Environment variable that holds the API key, if the server requires one.",
 )
 @click.option(
     "--reference",
-    default="",
     metavar="URL|DIR",
     help="What is right: a second server, or a model directory, which `gammaray up` serves without drafts.",
 )
 @click.option(
     "--reference-draft",
-    default="",
     metavar="URL|DIR",
     help="The server's draft model: `law` bets on its choices. The server must report token ids (vLLM does).",
 )
-@click.option(
-    "--prompts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="One per line, or JSON lines.",
-)
+@click.option("--prompts", type=GIVEN_FILE, help="One per line, or JSON lines.")
 @click.option(
     "--checks",
     default=",".join(CHECKS),
     callback=list_of(_check_name, ", ".join(CHECKS)),
     metavar="NAME,...",
-    help=f"Checks to run; by default all: {', '.join(CHECKS)}.",
+    help="Checks to run.",
 )
-@click.option(
-    "--concurrency", type=IntRange(1, 256), default=9, show_default=True, help="Requests in flight."
-)
+@click.option("--concurrency", type=IntRange(1, 256), default=9, help="Requests in flight.")
 @click.option(
     "--max-tokens-total",
     type=IntRange(1),
     default=200_000,
-    show_default=True,
     help="Bound of the tokens that are asked for, over all checks.",
 )
 @click.option(
     "--alpha",
     type=FloatRange(0, 0.1, min_open=True),
     default=0.005,
-    show_default=True,
     help="Probability of a false alarm of the whole audit.",
 )
 @click.option(
-    "--timeout",
-    "timeout_s",
+    *("--timeout", "timeout_s"),
     type=FloatRange(0, 3600, min_open=True),
     default=120.0,
-    show_default=True,
     help="Of a request, in seconds.",
 )
 @click.option(
@@ -120,26 +103,25 @@ def _fields(context: click.Context, parameter: click.Parameter, value: str) -> d
     metavar="JSON",
     help='Further fields of every request, such as {"gammaray": {"verification": "block"}}.',
 )
-@click.option(
-    "--seed", type=IntRange(0, 2**31), default=1, show_default=True, help="First seed of the requests."
-)
-@click.option("--json", "json_file", type=_FILE, help="File for the result.")
-@click.option("--html", "html_file", type=_FILE, help="File for a page with charts.")
+@click.option("--seed", type=IntRange(0, 2**31), default=1, help="First seed of the requests.")
+@click.option("--json", "json_file", type=NEW_FILE, help="File for the result.")
+@click.option("--html", "html_file", type=NEW_FILE, help="File for a page with charts.")
 def audit(url: str, **options: Any) -> None:
     """Check from outside whether a server's text follows its model.
 
     URL is its base URL, with or without /v1.
     """
     prompts = default_prompts() if options["prompts"] is None else read_prompts(options["prompts"])
-    variable = options["api_key_env"]
+    variable = options["variable"]
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise click.BadParameter(f"got {variable!r}, allowed: a variable's name", param_hint="--api-key-env")
     server = Endpoint(
-        *(url, options["model"], os.environ.get(variable, ""), variable, options["concurrency"]),
+        *(url, options["model"] or "", os.environ.get(variable, ""), variable, options["concurrency"]),
         *(Spent(options["max_tokens_total"]), options["timeout_s"], options["fields"]),
     )
     subject = Subject(server, None, prompts, options["alpha"], options["seed"])
-    others = [(options[name], os.path.isdir(options[name])) for name in ("reference", "reference_draft")]
+    places = [options[name] or "" for name in ("reference", "reference_draft")]
+    others = [(place, os.path.isdir(place)) for place in places]
     interrupted: BaseException | None = None
     try:
         asyncio.run(_run(subject, options["checks"], others))

@@ -20,7 +20,7 @@ from gammaray.bench.tables import show_point
 from gammaray.cli.options import connection_options
 from gammaray.program.output import output_console
 from gammaray.program.prompts import read_prompts
-from gammaray.program.values import IntRange, list_of, temperature
+from gammaray.program.values import GIVEN_FILE, NEW_FILE, IntRange, list_of, temperature
 
 
 def _gamma(text: str) -> str:
@@ -31,38 +31,27 @@ def _gamma(text: str) -> str:
 @click.command()
 @connection_options(timeout_s=600.0)
 @click.option(
-    "--prompts",
-    "num_prompts",
+    *("--prompts", "num_prompts"),
     type=IntRange(1, NUM_PROMPTS),
     default=4,
-    show_default=True,
     help="Number of own prompts: code, prose and repetitive text in turn.",
 )
 @click.option(
-    "--prompt-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Prompts to use instead: one per line, or a JSON list of strings.",
+    "--prompt-file", type=GIVEN_FILE, help="Prompts to use instead: one per line, or a JSON list of strings."
 )
-@click.option("--tokens", type=IntRange(2), default=128, show_default=True, help="Per completion.")
-@click.option("--repeats", type=IntRange(1), default=5, show_default=True)
+@click.option("--tokens", type=IntRange(2), default=128, help="Per completion.")
+@click.option("--repeats", type=IntRange(1), default=5)
 @click.option(
     "--gammas",
     default="2,4,8,adaptive",
-    show_default=True,
     callback=list_of(_gamma, "0 to 64, depth x nodes such as 4x16, adaptive"),
     help="Depths of chains, depth x nodes for trees, adaptive; gamma 0 is always measured.",
 )
+@click.option("--temperatures", default="0,1", callback=list_of(temperature, "numbers such as 0 or 0.7"))
+@click.option("--json", "out", type=NEW_FILE, help="File for the result.")
 @click.option(
-    "--temperatures",
-    default="0,1",
-    show_default=True,
-    callback=list_of(temperature, "numbers such as 0 or 0.7"),
-)
-@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="File for the result.")
-@click.option(
-    "--html",
-    "page_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    *("--html", "page_file"),
+    type=NEW_FILE,
     help="File for a page with charts: speed by gamma and category, acceptance by depth, latency.",
 )
 def bench(**options: Any) -> None:

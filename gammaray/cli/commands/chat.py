@@ -20,7 +20,7 @@ _HELP = "/reset starts a new chat, /exit quits, Ctrl-C stops a response."
 
 @click.command()
 @connection_options(timeout_s=120.0, http=True)
-@click.option("--system", default="", metavar="TEXT", help="System prompt.")
+@click.option("--system", metavar="TEXT", help="System prompt.")
 @click.option(
     "--max-tokens", type=int, help="Maximum tokens per response.  [default: the rest of the context]"
 )
@@ -30,7 +30,7 @@ _HELP = "/reset starts a new chat, /exit quits, Ctrl-C stops a response."
 @click.option("--verification", type=click.Choice([m.value for m in VerificationMethod]))
 @click.option("--drafter", type=click.Choice([d.value for d in DrafterKind]), help="Drafter to use.")
 @click.option("--gamma", type=int, help="Draft tokens per cycle.  [default: adaptive]")
-def chat(connection: Connection, system: str, form: OutputOptions, **options: Any) -> None:
+def chat(connection: Connection, system: str | None, form: OutputOptions, **options: Any) -> None:
     """Chat with the model; /reset starts a new chat, /exit quits, Ctrl-C stops a response.
 
     Responses go to standard output, everything else to standard error.
@@ -38,7 +38,7 @@ def chat(connection: Connection, system: str, form: OutputOptions, **options: An
     given = {name: value for name, value in options.items() if value is not None}
     own = {name: given.pop(name) for name in ("verification", "drafter", "gamma") if name in given}
     how = asdict(connection)
-    conversation = Chat(how.pop("address"), system=system, options={**given, "gammaray": own}, **how)
+    conversation = Chat(how.pop("address"), system=system or "", options={**given, "gammaray": own}, **how)
     if sys.stdin.isatty():
         click.echo(_HELP, err=True)
     while (text := _read()) is not None:

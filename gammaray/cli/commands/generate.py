@@ -19,6 +19,7 @@ from gammaray.cli.render import print_summary, printable
 from gammaray.client.async_client import AsyncClient
 from gammaray.client.completion import Completion, speculation_object
 from gammaray.errors import InvalidArgumentError
+from gammaray.program.values import GIVEN_FILE, NEW_FILE
 from gammaray.sampling import SAMPLING_RULES, SamplingParams
 from gammaray.types import MAX_GAMMA, Chunk, DrafterKind, GenerationRequest, VerificationMethod
 
@@ -55,15 +56,14 @@ _OPTIONS: tuple[tuple[str, Any, str], ...] = (
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; repeatable.")
 @click.option(
     "--prediction",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=GIVEN_FILE,
     metavar="FILE",
     help="Propose the text of this file where the completion follows it; the tokens stay the same.",
 )
 @form_options
 @click.option(
-    "--receipt",
-    "receipt_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    *("--receipt", "receipt_file"),
+    type=NEW_FILE,
     metavar="FILE",
     help="Append the completion's signed receipt to this file, for `gammaray check`.",
 )

@@ -11,19 +11,17 @@ import click
 from rich.text import Text
 
 from gammaray.program.output import columns, output_console
+from gammaray.program.values import NEW_FILE
 from gammaray.receipts.keys import published, rotate
 from gammaray.security.keys import create_key, read_keys, revoke_key
 
 
 def _file_option(variable: str, default: str) -> Callable[[Any], Any]:
     return click.option(
-        "--file",
-        "-f",
-        "path",
-        type=click.Path(path_type=Path, dir_okay=False),
+        *("--file", "-f", "path"),
+        type=NEW_FILE,
         envvar=variable,
         default=default,
-        show_default=True,
         show_envvar=True,
         help="The key file; orchestrators reload it within a second of a change.",
     )
@@ -42,11 +40,11 @@ def keys() -> None:
 
 @keys.command()
 @_file
-@click.option("--tenant", "-t", default="default", show_default=True, help="Tenant that owns the key.")
-@click.option("--note", default="", help="Note stored with the key.")
-def create(path: Path, tenant: str, note: str) -> None:
+@click.option("--tenant", "-t", default="default", help="Tenant that owns the key.")
+@click.option("--note", help="Note stored with the key.")
+def create(path: Path, tenant: str, note: str | None) -> None:
     """Create a key and print it on standard output; it cannot be shown again."""
-    key, secret = create_key(path, tenant, note)
+    key, secret = create_key(path, tenant, note or "")
     click.echo(f"key {key.id} of tenant {key.tenant}, in {path}; it is not shown again:", err=True)
     click.echo(secret)
 

@@ -26,6 +26,7 @@ from gammaray.client.async_client import AsyncClient
 from gammaray.program.output import columns, output_console
 from gammaray.program.prompts import read_prompts
 from gammaray.program.settings import checked_settings, settings_options
+from gammaray.program.values import NEW_FILE
 from gammaray.qualify.judgement import Fitness, Judgement, judge
 from gammaray.qualify.task import QualifyTask
 
@@ -34,9 +35,7 @@ _COLOURS = {Fitness.FIT: "green", Fitness.SLOWER: "yellow", Fitness.UNFIT: "red"
 _INEXACT = ("none", "vLLM")
 """How `kernel` begins for what rounds a row otherwise in another batch."""
 
-_RESULT = click.Option(
-    ["--json", "out"], type=click.Path(dir_okay=False, path_type=Path), help="File for the result."
-)
+_RESULT = click.Option(["--json", "out"], type=NEW_FILE, help="File for the result.")
 
 
 @click.command(params=[*settings_options(QualifyTask, has_types=True), _RESULT], help=QualifyTask.__doc__)

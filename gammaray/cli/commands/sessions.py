@@ -23,9 +23,7 @@ def sessions() -> None:
 
 @sessions.command("list")
 @connection_options(timeout_s=10.0)
-@click.option(
-    "--limit", type=IntRange(1, 1000), default=100, show_default=True, help="Maximum number of sessions."
-)
+@click.option("--limit", type=IntRange(1, 1000), default=100, help="Maximum number of sessions.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def list_(connection: Connection, limit: int, as_json: bool) -> None:
     """List your sessions, most recently active first."""
@@ -39,10 +37,8 @@ def list_(connection: Connection, limit: int, as_json: bool) -> None:
 @sessions.command()
 @click.argument("session")
 @connection_options(timeout_s=600.0)
-@click.option("--turn", type=IntRange(0), default=0, show_default=True, help="Turn of the session.")
-@click.option(
-    "--offset", type=IntRange(0), default=0, show_default=True, help="Number of tokens already received."
-)
+@click.option("--turn", type=IntRange(0), default=0, help="Turn of the session.")
+@click.option("--offset", type=IntRange(0), default=0, help="Number of tokens already received.")
 def resume(session: str, connection: Connection, turn: int, offset: int) -> None:
     """Stream the rest of a SESSION's turn after its first tokens."""
 

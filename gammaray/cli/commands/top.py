@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gammaray import __version__
-from gammaray.cli.activity import Activity, Speculation, Worker, measure
+from gammaray.cli.activity import Activity, Worker, measure
 from gammaray.cli.options import Connection, connection_options
 from gammaray.client.async_client import AsyncClient
 from gammaray.program.output import columns, output_console
@@ -34,11 +34,9 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @click.command()
 @connection_options(timeout_s=10.0)
 @click.option(
-    "--interval",
-    "interval_s",
+    *("--interval", "interval_s"),
     type=FloatRange(0.1, 3600),
     default=2.0,
-    show_default=True,
     metavar="SECONDS",
     help="Time between updates.",
 )
@@ -101,22 +99,19 @@ def _speculation(activity: Activity) -> Table:
     if len(rows) > 1:
         rows.append(("all", activity.total))
     for name, own in rows:
-        table.add_row(name, *_speculation_row(own))
+        table.add_row(
+            name,
+            str(own.running),
+            str(own.waiting),
+            f"{own.tokens_per_s:,.1f}",
+            f"{own.cycles_per_s:,.1f}",
+            _number(own.tokens_per_cycle),
+            _number(own.alpha),
+            _number(own.gamma),
+            _number(own.speedup, "x"),
+            f"[red]{own.failures_per_s:.2f}[/]" if own.failures_per_s else "0",
+        )
     return table
-
-
-def _speculation_row(own: Speculation) -> list[str]:
-    return [
-        str(own.running),
-        str(own.waiting),
-        f"{own.tokens_per_s:,.1f}",
-        f"{own.cycles_per_s:,.1f}",
-        _number(own.tokens_per_cycle),
-        _number(own.alpha),
-        _number(own.gamma),
-        _number(own.speedup, "x"),
-        f"[red]{own.failures_per_s:.2f}[/]" if own.failures_per_s else "0",
-    ]
 
 
 def _workers(workers: tuple[Worker, ...]) -> Table:
@@ -163,19 +158,8 @@ def status(connection: Connection, as_json: bool) -> None:
 
 
 def _processes(processes: Sequence[ProcessStatus]) -> Table:
-    names = (
-        "ROLE",
-        "PID",
-        "ADDRESS",
-        "MODEL",
-        "HEALTHY",
-        "SESSIONS",
-        "METRICS",
-        "KERNEL",
-        "VERSION",
-        "CLOCK",
-    )
-    table = columns(*names, right=("PID", "SESSIONS", "CLOCK"))
+    names = "ROLE PID ADDRESS MODEL HEALTHY SESSIONS METRICS KERNEL VERSION CLOCK"
+    table = columns(*names.split(), right=("PID", "SESSIONS", "CLOCK"))
     for process in processes:
         table.add_row(
             process.role,

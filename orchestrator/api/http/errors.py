@@ -50,11 +50,7 @@ STATUSES = {
 """Meaning of each status of a failed request."""
 
 _TYPES: dict[int, ErrorType] = {401: "authentication_error", 429: "rate_limit_error"}
-_CODES = {
-    401: "invalid_api_key",
-    413: "request_too_large",
-    429: "rate_limit_exceeded",
-}
+_CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded"}
 # Beginnings of pydantic's names of failures, and what is allowed instead.
 _KINDS = {
     **dict.fromkeys(("model_", "dict_"), "an object"),
@@ -62,17 +58,9 @@ _KINDS = {
     **{"int_": "an integer", "finite_": "a finite number"},
 }
 # Fields whose HTTP name differs from that of the request type.
-_HTTP_NAMES = {
-    **{
-        name: f"gammaray.{name}"
-        for name in (
-            *("verification", "drafter", "gamma", "max_gamma", "max_nodes"),
-            *("session_id", "turn", "cache_salt"),
-        )
-    },
-    "num_top_logprobs": "top_logprobs",
-    "num_prompt_logprobs": "prompt_logprobs",
-}
+_OPTIONS = "verification drafter gamma max_gamma max_nodes session_id turn cache_salt"
+_HTTP_NAMES = {name: f"gammaray.{name}" for name in _OPTIONS.split()}
+_HTTP_NAMES |= {"num_top_logprobs": "top_logprobs", "num_prompt_logprobs": "prompt_logprobs"}
 
 
 class BodyTooLargeError(GammarayError):

@@ -74,20 +74,14 @@ class StrictModel(BaseModel):
     def _prepared(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return with_one_unknown(cls, {name: field for name, field in value.items() if field is not None})
+        given = {name: field for name, field in value.items() if field is not None}
+        return given if cls.model_config["extra"] == "ignore" else with_one_unknown(cls, given)
 
 
 class OpenModel(StrictModel):
     """The same with further fields, which are ignored."""
 
     model_config = ConfigDict(extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _prepared(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: field for name, field in value.items() if field is not None}
 
 
 class TextPart(BaseModel):

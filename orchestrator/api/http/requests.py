@@ -128,9 +128,9 @@ def completion_choices(
             max_tokens=1 if is_prompt_only else body.asked_max_tokens,
             num_prompt_logprobs=_larger(echo_logprobs, body.prompt_logprobs),
         )
-        echo = ""
-        if body.echo:
-            echo = prompt if isinstance(prompt, str) else _decoded(prompt, max_context, decode)
+        if body.echo and not isinstance(prompt, str):
+            check_prompt_length(len(prompt), max_context)
+        echo = "" if not body.echo else prompt if isinstance(prompt, str) else decode(prompt)
         for sample_index, request in enumerate(requests):
             tells_prompt = sample_index == 0 or not body.stream
             plan = ChoicePlan(
@@ -252,11 +252,6 @@ def _requests(
     with renaming(grammar=grammar_field, max_tokens=bound):
         requests[0].validate()
     return requests
-
-
-def _decoded(prompt: tuple[int, ...], max_context: int, decode: Callable[[Sequence[int]], str]) -> str:
-    check_prompt_length(len(prompt), max_context)
-    return decode(prompt)
 
 
 def common_request(body: RequestBody, prompt: str | tuple[int, ...], grammar: str) -> GenerationRequest:

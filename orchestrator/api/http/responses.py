@@ -26,10 +26,13 @@ from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan, check_num_logprobs, check_size
 from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEvent, PlainText
 from orchestrator.api.http.tools.reading import CallReader
+from orchestrator.text.detokenizer import num_chars
 from orchestrator.text.tokenizer import Tokenizer
 
 _LOWEST = -9999.0
 """OpenAI's substitute for minus infinity, which JSON cannot represent."""
+
+_BEFORE = Chunk("", "")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class CompletionLogprobs:
         offsets = [] if prompt is None else self._echoed_offsets(prompt)
         for token in tokens:
             offsets.append(self._num_chars)
-            self._num_chars += _num_chars(token.token_bytes)
+            self._num_chars += num_chars(token.token_bytes)
         spelled += [token.token_bytes for token in tokens]
         return {
             "tokens": [*map(_text, spelled)],
@@ -88,7 +91,7 @@ class CompletionLogprobs:
                 _text(token_bytes), offset
             )
             if is_shown:
-                offset = min(offset + _num_chars(token_bytes), len(self._echo))
+                offset = min(offset + num_chars(token_bytes), len(self._echo))
         return offsets
 
 
@@ -148,11 +151,6 @@ def _top(token: EmittedToken) -> dict[str, float]:
     return {**top, _text(token.token_bytes): _finite(token.logprob)}
 
 
-def _num_chars(token_bytes: bytes) -> int:
-    # Each UTF-8 character has exactly one byte that is not a continuation byte.
-    return sum(byte & 0xC0 != 0x80 for byte in token_bytes)
-
-
 def _finite(logprob: float | None) -> float:
     return _LOWEST if logprob is None else max(logprob, _LOWEST)
 
@@ -205,13 +203,8 @@ class ChoiceState:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     origins: list[TokenOrigin] = field(default_factory=list)
     text: bytearray = field(default_factory=bytearray)
-    session_id: str = ""
-    seed: int = 0
-    finish_reason: FinishReason | None = None
+    last: Chunk = _BEFORE  # as sent to the client
     is_opened: bool = False
-    usage: Usage | None = None
-    summary: SpeculationSummary | None = None
-    receipt: str = ""
     prompt_logprobs: PromptLogprobs | None = None
     calls: CallReader | None = None
     new_events: list[CallEvent] = field(default_factory=list)
@@ -226,12 +219,7 @@ class ChoiceState:
         if self.calls is not None:
             self.new_events = self.calls.read(chunk)
         self.note(chunk.tokens)
-        self.session_id = chunk.session_id
-        self.seed = chunk.seed
-        self.finish_reason = chunk.finish_reason
-        self.usage = chunk.usage
-        self.summary = chunk.summary
-        self.receipt = chunk.receipt
+        self.last = chunk
         return chunk
 
     def note(self, tokens: Sequence[EmittedToken]) -> None:
@@ -252,25 +240,27 @@ class ChoiceState:
     @property
     def _num_kept(self) -> int:
         logprobs = self.whole_logprobs
-        return len(self.text) + len(self.receipt) + (0 if logprobs is None else logprobs.num_bytes)
+        return len(self.text) + len(self.last.receipt) + (0 if logprobs is None else logprobs.num_bytes)
 
     @property
     def finish(self) -> str | None:
         """OpenAI's finish reason; None before the last chunk."""
-        if self.calls is not None and self.calls.has_whole_calls and self.finish_reason is FinishReason.STOP:
+        reason = self.last.finish_reason
+        if self.calls is not None and self.calls.has_whole_calls and reason is FinishReason.STOP:
             return "tool_calls"
-        return None if self.finish_reason is None else self.finish_reason.value
+        return None if reason is None else reason.value
 
     def gammaray(self) -> types.GammarayResult:
         """Return the response object `gammaray`; the choice must be finished."""
-        assert self.summary is not None, "the last chunk carries the summary"
+        last = self.last
+        assert last.summary is not None, "the last chunk carries the summary"
         own = {
-            "session_id": self.session_id,
-            "seed": self.seed,
+            "session_id": last.session_id,
+            "seed": last.seed,
             "origins": self.origins,
             "token_ids": self.token_ids.tolist(),
-            **({"receipt": self.receipt} if self.receipt else {}),
-            **speculation_object(self.summary),
+            **({"receipt": last.receipt} if last.receipt else {}),
+            **speculation_object(last.summary),
         }
         return cast("types.GammarayResult", own)
 
@@ -311,12 +301,7 @@ class Response(ABC):
     id_prefix: ClassVar[str]
     prompt_logprobs_in_choice: ClassVar[bool]
 
-    def __init__(
-        self,
-        model: str,
-        plans: Sequence[ChoicePlan],
-        tokenizer: Tokenizer,
-    ) -> None:
+    def __init__(self, model: str, plans: Sequence[ChoicePlan], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.states = [
             ChoiceState(plan, self.new_logprobs(plan), calls=reader_of(plan, tokenizer)) for plan in plans
@@ -381,7 +366,7 @@ class Response(ABC):
         events = self._piece_events(state, self._add(index, chunk), options)
         opening = None if state.is_opened else self.opening(state)
         if opening is not None:
-            events = [self._event(state, opening, None, None), *events]
+            events = [self._event(state, opening), *events]
         state.is_opened = True
         if options.include_usage:  # the whole response's comes in an event of its own
             usage = _token_counts(chunk.prompt_tokens, chunk.offset + len(chunk.tokens))
@@ -392,15 +377,16 @@ class Response(ABC):
     def _piece_events(self, state: ChoiceState, chunk: Chunk, options: StreamOptions) -> list[dict[str, Any]]:
         """Return a piece's events: the first has what belongs to its tokens, the last the finish reason."""
         has_prompt = chunk.prompt_logprobs is not None
-        has_logprobs = has_prompt or bool(chunk.tokens)
-        logprobs = self._logprobs(state, chunk.tokens, with_prompt=has_prompt) if has_logprobs else None
+        logprobs: Any = None
+        if state.logprobs is not None and (has_prompt or chunk.tokens):
+            logprobs = state.logprobs.render(chunk.tokens, self._echoed(state) if has_prompt else None)
         shows_tokens = state.plan.stream_tokens and bool(chunk.tokens)
         deltas = self.deltas(state, chunk.text)
         if not (deltas or logprobs or has_prompt or shows_tokens or chunk.finish_reason):
             return []
         *others, last = deltas or [self.delta("")]
-        events = [self._event(state, delta, None, None) for delta in others]
-        events.append(self._event(state, last, None, state.finish))
+        events = [self._event(state, delta) for delta in others]
+        events.append(self._event(state, last, state.finish))
         first = events[0]
         first["choices"][0]["logprobs"] = logprobs
         if has_prompt:
@@ -429,7 +415,7 @@ class Response(ABC):
         """Return the whole response, with `EncodedList`s; each of several choices has its own `gammaray`."""
         choices = []
         for state in self.states:
-            assert state.finish_reason is not None, "whole() comes after the last chunk of every choice"
+            assert state.finish is not None, "whole() comes after the last chunk of every choice"
             logprobs = None
             if state.whole_logprobs is not None:
                 logprobs = state.whole_logprobs.after(self._echoed(state))
@@ -449,14 +435,9 @@ class Response(ABC):
     def _metrics(self) -> dict[str, Any]:
         """Return vLLM's `metrics`; as in vLLM, only a response with a single choice has it."""
         state = self.states[0]
-        if len(self.states) > 1 or state.summary is None:
+        if len(self.states) > 1 or state.last.summary is None:
             return {}
-        return {"metrics": {"speculative_decoding": speculative_decoding(state.summary)}}
-
-    def _logprobs(self, state: ChoiceState, tokens: Sequence[EmittedToken], *, with_prompt: bool) -> Any:
-        if state.logprobs is None:
-            return None
-        return state.logprobs.render(tokens, self._echoed(state) if with_prompt else None)
+        return {"metrics": {"speculative_decoding": speculative_decoding(state.last.summary)}}
 
     def _echoed(self, state: ChoiceState) -> EchoedPrompt | None:
         num_top, prompt = state.plan.echo_logprobs, state.prompt_logprobs
@@ -470,14 +451,13 @@ class Response(ABC):
             holder = choice if self.prompt_logprobs_in_choice else body
             holder["prompt_logprobs"] = prompt_entries(prompt, num_top, self._tokenizer.token_bytes)
 
-    def _event(
-        self, state: ChoiceState, body: dict[str, Any], logprobs: Any, finish: str | None
-    ) -> dict[str, Any]:
-        choice = {"index": state.plan.index, **body, "logprobs": logprobs, "finish_reason": finish}
+    def _event(self, state: ChoiceState, body: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        choice = {"index": state.plan.index, **body, "logprobs": None, "finish_reason": finish}
         return {"id": self._id, "object": self.chunk_object, **self._head, "choices": [choice]}
 
     def _usage(self) -> types.Usage:
-        usages = [(state.plan.prompt_index, state.usage) for state in self.states if state.usage is not None]
+        ended = [(state.plan.prompt_index, state.last.usage) for state in self.states]
+        usages = [(index, usage) for index, usage in ended if usage is not None]
         # The samples of one prompt share it, so it counts once.
         prompt_tokens = sum({index: usage.prompt_tokens for index, usage in usages}.values())
         cached_tokens = sum({index: usage.cached_tokens for index, usage in reversed(usages)}.values())

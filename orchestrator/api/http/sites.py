@@ -50,13 +50,9 @@ class Hosts:
     def __init__(self, allowed: str = "", origins: Sequence[str] = ()) -> None:
         self._names, self._origins = listed(allowed), origins
 
-    @property
-    def are_any(self) -> bool:
-        return "*" in self._names
-
     def check(self, headers: Headers) -> None:
         """Check `Host` and `Origin` of a request, which a page of another site may have sent."""
-        if self.are_any:
+        if "*" in self._names:
             return
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._serves(host):
@@ -66,8 +62,10 @@ class Hosts:
             raise ForeignSiteError("Origin", origin, f"none, or that of {host or 'this server'} ({_HINT})")
 
     def _serves(self, host: str) -> bool:
-        name = _name_of(host)
-        return name is not None and (_is_local(name) or self._is_named(name))
+        if (name := _name_of(host)) is None:
+            return False
+        is_local = name == "localhost" or name.endswith(".localhost") or is_address(name)
+        return is_local or self._is_named(name)
 
     def _is_own(self, origin: str, host: str) -> bool:
         try:
@@ -107,7 +105,3 @@ def _name_of(host: str) -> str | None:
     """Return the name in `name:port`, in lower case; None if `host` has another form."""
     found = _HOST.fullmatch(host)
     return found["name"].lower().removesuffix(".") if found else None
-
-
-def _is_local(name: str) -> bool:
-    return name == "localhost" or name.endswith(".localhost") or is_address(name)

@@ -112,9 +112,7 @@ async def recall(response: Response, backend: Backend, seen: EventId, caller: Ca
 
 @asynccontextmanager
 async def generate_all(
-    backend: Backend,
-    requests: Sequence[GenerationRequest],
-    caller: Caller = ANONYMOUS,
+    backend: Backend, requests: Sequence[GenerationRequest], caller: Caller = ANONYMOUS
 ) -> AsyncIterator[Pieces]:
     """Run the generations concurrently; leaving the context cancels those that still run.
 
@@ -323,8 +321,8 @@ async def yielding(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
         yield piece
 
 
-def _sse(event: Mapping[str, Any], *, is_padded: bool = False) -> bytes:
-    return b"".join(sse_pieces((to_json(event),), is_padded=is_padded))
+def _sse(event: Mapping[str, Any]) -> bytes:
+    return b"".join(sse_pieces((to_json(event),)))
 
 
 def sse_pieces(data: Iterable[bytes], fields: str = "", *, is_padded: bool = False) -> list[bytes]:

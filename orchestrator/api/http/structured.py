@@ -8,24 +8,12 @@ from typing import Any
 from pydantic_core import from_json
 
 from gammaray.errors import InvalidArgumentError
-from gammaray.grammar.texts import (
-    JSON_OBJECT,
-    choice_grammar,
-    json_rule,
-    json_schema_grammar,
-    regex_grammar,
-)
+from gammaray.grammar.texts import JSON_OBJECT, choice_grammar, json_rule, json_schema_grammar, regex_grammar
 from orchestrator.api.http.fields import ResponseFormat, StructuredOutputs
 from orchestrator.api.http.models import OpenAIRequest
 
 # Attributes of `StructuredOutputs` of which one is given, with their names in bodies.
-_KINDS = {
-    "json_schema": "json",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "grammar",
-    "json_object": "json_object",
-}
+_KINDS = {"json_schema": "json"} | {name: name for name in ("regex", "choice", "grammar", "json_object")}
 
 
 def grammar_of(body: OpenAIRequest) -> tuple[str, str]:

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import LoadedModel
-from services.engine.hf.attention import (
-    ATTENTION_NAME,
-    LayerCall,
-    LayerInput,
-    active,
-    unknown_arguments,
-)
+from services.engine.hf.attention import ATTENTION_NAME, LayerCall, LayerInput, active, unknown_arguments
 
 
 @dataclass(frozen=True)

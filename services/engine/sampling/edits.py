@@ -74,7 +74,7 @@ class LogitEdits:
         self.empty_rows: frozenset[int] = frozenset()
         self.unmasked_rows: frozenset[int] = frozenset()
         eos = _array(eos_token_ids) if params.min_tokens else None
-        self._mask = _Mask(params, eos, vocab_size, device)
+        self._mask = _Mask(_masked(params, eos, vocab_size), device)
         self._bias = _Bias(params, vocab_size, device) if params.logit_bias else None
         self._eos = None if eos is None else torch.from_numpy(eos).to(device)
         self._penalties: _Penalties | None = None
@@ -155,7 +155,7 @@ class _Grammar:
     ) -> None:
         self.state = state
         self._eos, self._vocab_size, self._device = set(eos_token_ids), vocab_size, device
-        self._prepared: tuple[list[Sequence[int]], list[_RowMask | bytes | None]] | None = None
+        self._prepared: tuple[list[Sequence[int]], list[_Mask | bytes | None]] | None = None
 
     def prepare(self, paths: Sequence[Sequence[int]]) -> None:
         self._prepared = list(paths), self._masks(paths)
@@ -167,57 +167,33 @@ class _Grammar:
         masks = prepared[1] if prepared is not None and is_for_these else self._masks(paths)
         ends, unmasked = set[int](), set[int]()
         for row, mask in enumerate(masks):
-            if isinstance(mask, _RowMask):
-                mask.apply(logits[row])
+            if isinstance(mask, _Mask):
+                mask.apply(logits[row : row + 1])
                 if mask.is_end:
                     ends.add(row)
             elif mask == TOO_COMPLEX:
                 unmasked.add(row)
         return frozenset(ends), frozenset(unmasked)
 
-    def _masks(self, paths: Sequence[Sequence[int]]) -> list[_RowMask | bytes | None]:
+    def _masks(self, paths: Sequence[Sequence[int]]) -> list[_Mask | bytes | None]:
         """Return the masks after paths; None after an impossible path, which nothing reaches."""
-        return [
-            _RowMask(bits, self._eos, self._vocab_size, self._device) if bits else bits
-            for bits in self.state.masks(paths)
-        ]
+        return [self._mask(bits) if bits else bits for bits in self.state.masks(paths)]
 
-
-class _RowMask:
-    """The tokens that a grammar allows in one row: stored as their ids, or those of all others if fewer."""
-
-    def __init__(self, bits: bytes, eos: set[int], vocab_size: int, device: torch.device | str) -> None:
-        kept = np.unpackbits(np.frombuffer(bits, np.uint8), count=vocab_size, bitorder="little").view(bool)
-        num_kept = int(np.count_nonzero(kept))
-        self._names_kept = 2 * num_kept < vocab_size
-        token_ids = np.flatnonzero(kept if self._names_kept else ~kept)
-        self.is_end = num_kept <= len(eos) and set(np.flatnonzero(kept).tolist()) <= eos
-        self._token_ids = torch.from_numpy(token_ids).to(device)
-
-    def apply(self, row: Tensor) -> None:
-        if self._names_kept:
-            kept = row[self._token_ids]
-            row.fill_(-torch.inf)
-            row[self._token_ids] = kept
-        else:
-            row[self._token_ids] = -torch.inf
+    def _mask(self, bits: bytes) -> _Mask:
+        size, eos = self._vocab_size, self._eos
+        kept = np.unpackbits(np.frombuffer(bits, np.uint8), count=size, bitorder="little").view(bool)
+        is_end = int(np.count_nonzero(kept)) <= len(eos) and set(np.flatnonzero(kept).tolist()) <= eos
+        return _Mask(~kept, self._device, is_end=is_end)
 
 
 class _Mask:
-    """The tokens masked by allow and ban lists: stored as their ids, or those of all others if fewer."""
+    """Masked tokens, of `vocab_size` booleans: stored as their ids, or those of all others if fewer."""
 
     def __init__(
-        self,
-        params: SamplingParams,
-        eos: NDArray[np.int64] | None,
-        vocab_size: int,
-        device: torch.device | str,
+        self, masked: NDArray[np.bool_], device: torch.device | str, *, is_end: bool = False
     ) -> None:
-        masked = np.full(vocab_size, bool(params.allowed_token_ids))
-        masked[_array(params.allowed_token_ids)] = False
-        masked[_array(params.banned_token_ids)] = True
-        _check_some_token_left(masked, eos)
-        self._names_kept = 2 * int(masked.sum()) > vocab_size
+        self.is_end = is_end  # whether a grammar allows the end of sequence alone
+        self._names_kept = 2 * np.count_nonzero(masked) > len(masked)
         # NOTE: indexes take a fifth of the time of a boolean mask, which needs a branch for each token.
         token_ids = (masked != self._names_kept).nonzero()[0]
         self._token_ids = torch.from_numpy(token_ids).to(device)
@@ -397,16 +373,21 @@ def _has_penalties(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
 
 
-def _check_some_token_left(masked: NDArray[np.bool_], eos: NDArray[np.int64] | None) -> None:
+def _masked(params: SamplingParams, eos: NDArray[np.int64] | None, vocab_size: int) -> NDArray[np.bool_]:
+    """Return which tokens the lists mask; InvalidArgumentError if they leave none, or none but `eos`."""
+    masked = np.full(vocab_size, bool(params.allowed_token_ids))
+    masked[_array(params.allowed_token_ids)] = False
+    masked[_array(params.banned_token_ids)] = True
+    without_end = masked.copy()
     if eos is not None:
-        masked = masked.copy()
-        masked[eos] = True
-    if masked.all():
+        without_end[eos] = True
+    if without_end.all():
         raise InvalidArgumentError(
             "allowed_token_ids, banned_token_ids and min_tokens",
             "masks of the whole vocabulary",
             "masks that leave a token (other than end of sequence while min_tokens holds)",
         )
+    return masked
 
 
 def _array(token_ids: Sequence[int] | Mapping[int, float]) -> NDArray[np.int64]:

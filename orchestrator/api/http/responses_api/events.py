@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
 from gammaray.errors import GammarayError, InvalidArgumentError, ResourceExhaustedError
 from gammaray.types import FinishReason, Usage
@@ -22,6 +22,12 @@ _STATUSES: Mapping[FinishReason, types.Status] = {
     FinishReason.STOP: "completed",
     FinishReason.LENGTH: "incomplete",
     FinishReason.CANCELLED: "cancelled",
+}
+
+
+_CODES: Mapping[type[GammarayError], Literal["rate_limit_exceeded", "invalid_prompt"]] = {
+    ResourceExhaustedError: "rate_limit_exceeded",
+    InvalidArgumentError: "invalid_prompt",
 }
 
 
@@ -49,8 +55,7 @@ class ResponseBuilder:
         encoded = EncodedList(logprobs)
         self._texts.append(text)
         self._logprobs.extend(encoded)
-        place = {"item_id": self._message["id"], "output_index": self._index, "content_index": 0}
-        delta = {"type": "response.output_text.delta", **place, "delta": text, "logprobs": encoded}
+        delta = {"type": "response.output_text.delta", **self._place, "delta": text, "logprobs": encoded}
         return [*events, self._event(delta)]
 
     def begin_message(self) -> list[types.Event]:
@@ -62,8 +67,7 @@ class ResponseBuilder:
             "status": "in_progress",
             "content": [],
         }
-        place = {"item_id": self._message["id"], "output_index": self._index, "content_index": 0}
-        part = {"type": "response.content_part.added", **place, "part": text_part("")}
+        part = {"type": "response.content_part.added", **self._place, "part": text_part("")}
         return [self._begun(self._message), self._event(part)]
 
     def begin_call(self, call_id: str, name: str) -> list[types.Event]:
@@ -150,12 +154,17 @@ class ResponseBuilder:
         """Return the last event, which has the whole response."""
         status = self.response["status"]
         kind = status if status in ("completed", "failed") else "incomplete"
-        event: types.Event = self._event({"type": f"response.{kind}", "response": self.response})
-        return event
+        return self._event({"type": f"response.{kind}", "response": self.response})
 
     @property
     def _index(self) -> int:
         return len(self.response["output"])
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Fields of events about the text of the open message."""
+        assert self._message is not None
+        return {"item_id": self._message["id"], "output_index": self._index, "content_index": 0}
 
     def _break_off(self, status: types.Status) -> None:
         number = self._num_events
@@ -165,16 +174,11 @@ class ResponseBuilder:
         self.response["incomplete_details"] = None
 
     def _end_message(self, *, is_whole: bool) -> list[types.Event]:
-        message, self._message = self._message, None
+        place, message, self._message = self._place, self._message, None
         assert message is not None
         text, logprobs = self._taken()
-        part = text_part(text, logprobs)
-        place = {"item_id": message["id"], "output_index": self._index, "content_index": 0}
-        done: types.MessageItem = {
-            **message,
-            "status": "completed" if is_whole else "incomplete",
-            "content": [part],
-        }
+        part, status = text_part(text, logprobs), _item_status(is_whole)
+        done: types.MessageItem = {**message, "status": status, "content": [part]}
         whole = {"type": "response.output_text.done", **place, "text": text, "logprobs": logprobs}
         return [
             self._event(whole),
@@ -186,11 +190,7 @@ class ResponseBuilder:
         call, self._call = self._call, None
         assert call is not None
         arguments, _ = self._taken()
-        done: types.CallItem = {
-            **call,
-            "arguments": arguments,
-            "status": "completed" if is_whole else "incomplete",
-        }
+        done: types.CallItem = {**call, "arguments": arguments, "status": _item_status(is_whole)}
         whole = {
             "type": "response.function_call_arguments.done",
             "item_id": call["id"],
@@ -206,24 +206,23 @@ class ResponseBuilder:
         return text, logprobs
 
     def _begun(self, item: types.OutputItem) -> types.Event:
-        event: types.Event = self._event(
-            {"type": "response.output_item.added", "output_index": self._index, "item": item}
-        )
-        return event
+        return self._event({"type": "response.output_item.added", "output_index": self._index, "item": item})
 
     def _ended(self, item: types.OutputItem) -> types.Event:
-        event: types.Event = self._event(
-            {"type": "response.output_item.done", "output_index": self._index, "item": item}
-        )
+        event = self._event({"type": "response.output_item.done", "output_index": self._index, "item": item})
         self.response["output"].append(item)
         return event
 
     def _snapshot(self) -> types.ResponseObject:
         return {**self.response, "output": list(self.response["output"])}
 
-    def _event(self, event: Mapping[str, Any]) -> Any:
+    def _event(self, event: Mapping[str, Any]) -> types.Event:
         number, self._num_events = self._num_events, self._num_events + 1
-        return {"type": event["type"], "sequence_number": number, **event}
+        return cast("types.Event", {"type": event["type"], "sequence_number": number, **event})
+
+
+def _item_status(is_whole: bool) -> types.ItemStatus:
+    return "completed" if is_whole else "incomplete"
 
 
 def _without_logprobs(item: types.OutputItem) -> types.OutputItem:
@@ -243,9 +242,7 @@ def _usage(usage: Usage) -> types.ResponseUsage:
 
 
 def _error(error: GammarayError) -> types.ResponseError:
-    message = str(error).encode("utf-8", "backslashreplace").decode()
-    if isinstance(error, ResourceExhaustedError):
-        return {"code": "rate_limit_exceeded", "message": message}
-    if isinstance(error, InvalidArgumentError):
-        return {"code": "invalid_prompt", "message": message}
-    return {"code": "server_error", "message": message}
+    return {
+        "code": next((code for kind, code in _CODES.items() if isinstance(error, kind)), "server_error"),
+        "message": str(error).encode("utf-8", "backslashreplace").decode(),
+    }

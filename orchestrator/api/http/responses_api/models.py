@@ -70,8 +70,7 @@ def _joined_content(value: Any) -> str:
 
 
 MessageText = Annotated[
-    str,
-    BeforeValidator(_joined_content, json_schema_input_type=str | list[TextInputPart | RefusalPart]),
+    str, BeforeValidator(_joined_content, json_schema_input_type=str | list[TextInputPart | RefusalPart])
 ]
 JoinedText = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextInputPart])]
 
@@ -227,10 +226,7 @@ class ResponsesRequest(RequestBody):
         default=[], description="Further output: log-probabilities. The other values have no effect."
     )
     top_logprobs: int = Field(
-        0,
-        ge=0,
-        le=MAX_TOP_LOGPROBS,
-        description=f"Alternatives per token, with {LOGPROBS} in `include`.",
+        0, ge=0, le=MAX_TOP_LOGPROBS, description=f"Alternatives per token, with {LOGPROBS} in `include`."
     )
     metadata: dict[str, str] = Field(
         default={},

@@ -97,6 +97,8 @@ def _text_rule(asked: TextFormatInput) -> str:
 def _head(
     body: ResponsesRequest, request: GenerationRequest, response_id: str, model_name: str
 ) -> types.ResponseObject:
+    asked = body.text.format
+    form: Any = _echoed(asked) if asked.type == "json_schema" else {"type": asked.type}
     return {
         "id": response_id,
         "object": "response",
@@ -116,7 +118,7 @@ def _head(
         "reasoning": {"effort": None, "summary": None},
         "store": body.store,
         "temperature": request.sampling.temperature,
-        "text": {"format": _echoed_format(body.text.format), "verbosity": "medium"},
+        "text": {"format": form, "verbosity": "medium"},
         "tool_choice": _echoed_choice(body.tool_choice),
         "tools": [_echoed(tool) for tool in body.tools if isinstance(tool, ToolInput)],
         "top_logprobs": body.top_logprobs,
@@ -124,10 +126,6 @@ def _head(
         "truncation": "disabled",
         "usage": None,
     }
-
-
-def _echoed_format(asked: TextFormatInput) -> Any:
-    return _echoed(asked) if asked.type == "json_schema" else {"type": asked.type}
 
 
 def _echoed(asked: TextFormatInput | ToolInput) -> Any:

@@ -152,12 +152,12 @@ class _VllmCollector:
 
 def playground() -> fastapi.Response:
     """Return the page; its CSP restricts it to its own inline script and to requests to this server."""
-    page = _page()
+    page, policy = _page()
     return HTMLResponse(
         page,
         headers={
             "Cache-Control": "no-cache",
-            "Content-Security-Policy": _policy(page),
+            "Content-Security-Policy": policy,
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
         },
@@ -165,21 +165,18 @@ def playground() -> fastapi.Response:
 
 
 @cache
-def _page() -> str:
-    return files("orchestrator.api.http.server").joinpath("playground.html").read_text(encoding="utf-8")
-
-
-@cache
-def _policy(page: str) -> str:
+def _page() -> tuple[str, str]:
+    page = files("orchestrator.api.http.server").joinpath("playground.html").read_text(encoding="utf-8")
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, body in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
         hashes[kind].append(f"'sha256-{digest}'")
-    return (
+    policy = (
         "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
         "frame-ancestors 'none'; "
         f"img-src data:; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}"
     )
+    return page, policy
 
 
 def create_app(

@@ -191,7 +191,8 @@ def _prompt(
             raise
     else:
         texts = list(_broken_arguments(messages))
-        if not form.is_native or _has(prompt, texts) or _has(prompt, map(_quoted, texts)):
+        quoted = (json.dumps(text, ensure_ascii=False)[1:-1] for text in texts)
+        if not form.is_native or _has(prompt, texts) or _has(prompt, quoted):
             return prompt
     return tokenizer.render_chat(as_texts(messages), tools)
 
@@ -212,10 +213,6 @@ def _has(prompt: str, texts: Iterable[str]) -> bool:
             return False
         at += len(text)
     return True
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def call_id(seed: str, index: int) -> str:

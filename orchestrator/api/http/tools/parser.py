@@ -17,6 +17,7 @@ from enum import Enum, auto
 from typing import Any, TypeAlias
 
 from orchestrator.api.http.tools.formats import CLOSE, OPEN, CallFamily
+from orchestrator.text.detokenizer import num_begun
 
 _SPACE = " \t\r\n"
 _MAX_HELD_SPACE = 64
@@ -438,9 +439,3 @@ def _before_space(text: str, end: int) -> int:
     """Return where the whitespace before `end` begins, as far as it is held back."""
     start = max(0, end - _MAX_HELD_SPACE)
     return start + len(text[start:end].rstrip(_SPACE))
-
-
-def num_begun(text: str, marker: str) -> int:
-    """Return the length of the longest end of a text with which a marker begins."""
-    longest = min(len(text), len(marker) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)

@@ -7,18 +7,15 @@ from collections.abc import Callable, Sequence
 
 from gammaray.types import Chunk, EmittedToken
 from orchestrator.api.http.tools.calls import CallPlan, call_id
-from orchestrator.api.http.tools.parser import CallEvent, num_begun
+from orchestrator.api.http.tools.parser import CallEvent
+from orchestrator.text.detokenizer import num_begun, num_chars
 
 
 class CallReader:
     """Finds the tool calls in the chunks of one completion; `is_special` tells tokens that text omits."""
 
     def __init__(
-        self,
-        plan: CallPlan,
-        is_special: Callable[[int], bool],
-        stop: Sequence[str] = (),
-        prompt: str = "",
+        self, plan: CallPlan, is_special: Callable[[int], bool], stop: Sequence[str] = (), prompt: str = ""
     ) -> None:
         self._is_special, self._markers, self._stop = is_special, plan.markers, tuple(stop)
         self._seed = ""
@@ -55,8 +52,7 @@ class CallReader:
             return text
         for token in tokens:
             if not self._is_special(token.token_id):
-                # Each character has exactly one byte that does not continue another.
-                self._num_chars += sum(byte & 0xC0 != 0x80 for byte in token.token_bytes)
+                self._num_chars += num_chars(token.token_bytes)
             elif token.token_bytes in self._markers:
                 self._hidden.append((self._num_chars, token.token_bytes.decode()))
         parts, start = [], self._num_read

@@ -31,9 +31,10 @@ def test_counters_alpha_is_within_four_standard_errors():
     for _, accepted in cycles([0.8] * 5, 2000):
         observe(counters, 5, accepted)
     standard_error = math.sqrt(0.8 * 0.2**2 / (2000 * (1 - 0.8**5)))  # of accepted / tested
-    assert abs(counters.alpha - 0.8) < 4 * standard_error
-    assert counters.acceptance_rate == pytest.approx(0.538, abs=0.02)
-    assert counters.tokens_per_cycle == pytest.approx(expected_tokens(0.8, 5), abs=0.2)
+    summary = counters.summary(1.0)
+    assert abs(summary.alpha - 0.8) < 4 * standard_error
+    assert summary.acceptance_rate == pytest.approx(0.538, abs=0.02)
+    assert summary.tokens_per_cycle == pytest.approx(expected_tokens(0.8, 5), abs=0.2)
 
 
 def test_counters_small_example_by_hand():
@@ -41,10 +42,8 @@ def test_counters_small_example_by_hand():
     for gamma, accepted, emitted in [(4, 4, 5), (4, 2, 3), (0, 0, 1), (2, 0, 1), (4, 4, 2)]:
         observe(counters, gamma, accepted, emitted=emitted)
     assert (counters.cycles, counters.drafted, counters.tested) == (5, 14, 12)
-    assert counters.alpha == 10 / 12
-    assert counters.acceptance_rate == 10 / 14
-    assert counters.gamma_mean == 14 / 5
     summary = counters.summary(total_s=20.0)
+    assert (summary.alpha, summary.acceptance_rate, summary.gamma_mean) == (10 / 12, 10 / 14, 14 / 5)
     assert summary.accepted_lengths == (2, 0, 1, 0, 2)
     assert summary.tokens_per_cycle == 12 / 5
     assert (summary.draft_ms, summary.verify_ms, summary.other_ms) == (2500.0, 10_000.0, 7500.0)
