@@ -101,17 +101,6 @@ async def test_link_silent_worker_fails_the_call_at_its_deadline(pair):
     assert (await link.call(block("next"), 30)).session_id == "next", "the late answer is dropped"
 
 
-async def test_link_cancelled_call_that_was_not_sent_is_never_sent(pair):
-    worker, link = pair
-    call = asyncio.create_task(link.call(block("gone"), 30))
-    await asyncio.sleep(0)  # let it queue its block; the writer has not run yet
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    await link.call(block("there"), 30)
-    assert [b.session_id for b in worker.blocks] == ["there"]
-    assert not link.pending
-
-
 async def test_link_worker_dies_pending_calls_fail_and_it_reconnects(pair):
     worker, link = pair
     worker.on_block = lambda b: None

@@ -33,12 +33,6 @@ async def test_fleet_worker_of_another_vocabulary_fails_the_start(target, draft,
             await stack.enter_async_context(fleet_of(*workers, sha=sha))
 
 
-async def test_fleet_accepts_equal_or_unknown_vocabularies():
-    async with scripted("target", sha="same") as target, scripted("draft", sha="same") as same:
-        async with scripted("draft") as unknown, fleet_of(target, same, unknown) as fleet:
-            assert all(process.healthy for process in fleet.status())
-
-
 @pytest.mark.parametrize("role", ["target", "draft"])
 async def test_fleet_refuses_workers_of_a_protocol_that_it_does_not_speak(role):
     later = {"protocols": (PROTOCOL + 1, PROTOCOL + 2)}

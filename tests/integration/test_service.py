@@ -1,14 +1,11 @@
 """The orchestrator with the demo pair in real worker processes and a real Redis, without Ray."""
 
-import asyncio
-import time
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import grpc
 import pytest
 
-from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from gammaray.errors import FailedPreconditionError
 from gammaray.types import (
     FinishReason,
     GammaPolicy,
@@ -17,12 +14,10 @@ from gammaray.types import (
     TokenOrigin,
     VerificationMethod,
 )
-from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.storage.session_store import RedisStore
-from orchestrator.workers.protocol import DRAFT, TARGET
 from tests.support.workers.resume_helpers import first_chunks, sessions_on
-from tests.support.workers.scripted_workers import scripted, until_so
+from tests.support.workers.scripted_workers import scripted
 from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
 
 pytestmark = pytest.mark.integration
@@ -100,54 +95,6 @@ async def test_service_completion_ends_at_the_context(orchestrator):
     assert chunks[-1].finish_reason is FinishReason.LENGTH
 
 
-async def sessions_on_workers(orchestrator) -> int:
-    total = 0
-    for pool, protocol in ((orchestrator.fleet.targets, TARGET), (orchestrator.fleet.drafts, DRAFT)):
-        for address in pool.links:
-            async with grpc.aio.insecure_channel(address) as channel:
-                total += (await protocol.get_info(channel, 30.0)).num_sessions
-    return total
-
-
-async def both_hold(orchestrator) -> bool:
-    return await sessions_on_workers(orchestrator) >= 2
-
-
-@pytest.mark.parametrize("how", ["closed", "cancelled", "finished"])
-async def test_service_ended_request_frees_the_workers(orchestrator, redis, how):
-    name = f"ended-{how}-{time.time_ns()}"
-    request = GenerationRequest(
-        PROMPTS[0], max_tokens=20 if how == "finished" else 1500, ignore_eos=True, session_id=name
-    )
-    started = asyncio.Event()
-
-    async def consume():
-        async with aclosing(orchestrator.generate(request)) as chunks:
-            count = 0
-            async for _ in chunks:
-                count += 1
-                started.set()
-                if how == "closed" and count == 3:
-                    return
-
-    task = asyncio.create_task(consume())
-    await asyncio.wait_for(started.wait(), 30)
-    if how == "cancelled":
-        assert await until_so(lambda: both_hold(orchestrator))
-        task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    deadline = time.monotonic() + 30
-    while await sessions_on_workers(orchestrator) > 0:
-        assert time.monotonic() < deadline, "the workers still hold the session"
-        await asyncio.sleep(0.05)
-    await orchestrator.leases.settled()
-    stored = await RedisStore(redis, 60).read(name)
-    # A client that went away may come back, see test_resume.py.
-    assert stored.finish_reason is (FinishReason.LENGTH if how == "finished" else None)
-    assert stored.state is not SessionState.RUNNING
-    assert orchestrator.admission.num_running == 0
-
-
 UNSTORED = GenerationRequest(PROMPTS[0], sampling=SEEDED, max_tokens=48, ignore_eos=True, store=False)
 
 
@@ -169,18 +116,27 @@ async def unchanged(redis):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tenant", ["", "alice"])
-async def test_redis_has_nothing_of_it_and_the_tokens_are_the_same(redis_server, redis, workers, tenant):
+async def test_unstored_completion_is_counted_and_leaves_nothing_behind(redis_server, redis, workers, tenant):
+    """Its tokens are those of a stored one; nor does anything stay if its client disconnects."""
+
+    def num_tokens():
+        series = {metric.name: found for metric, found in orchestrator.meter.meter.read()}
+        return sum(counter.value for _, counter in series["gammaray.tokens"])
+
     caller = Caller(tenant) if tenant else ANONYMOUS
     async with running(redis_server, *workers) as orchestrator:
         async with unchanged(redis):
             chunks = [chunk async for chunk in orchestrator.generate(UNSTORED, caller)]
+            assert (num_tokens(), orchestrator.corpus.num_tokens) == (UNSTORED.max_tokens, 0)
+            await first_chunks(orchestrator, UNSTORED, 2)
+            assert await sessions_on(orchestrator, 0) == 0
         stored = await complete(orchestrator, replace(UNSTORED, store=True))
+        assert orchestrator.corpus.num_tokens > 0
         assert tokens_of(chunks) == tokens_of(stored)
         assert text_of(chunks) == text_of(stored)
         assert chunks[-1].finish_reason is FinishReason.LENGTH
         assert {chunk.session_id for chunk in chunks} == {""}
         assert chunks[-1].summary.cycles > 0
-        assert await sessions_on(orchestrator, 0) == 0
 
 
 @pytest.mark.slow
@@ -197,32 +153,7 @@ async def test_target_workers_are_told_to_keep_nothing_to_learn_from(redis_serve
 
 
 @pytest.mark.slow
-async def test_it_is_counted_and_leaves_nothing_for_later_outputs(redis_server, workers):
-    def count(orchestrator, name):
-        for metric, series in orchestrator.meter.meter.read():
-            if metric.name == name:
-                return sum(counter.value for _, counter in series)
-        raise AssertionError(name)
-
-    async with running(redis_server, *workers) as orchestrator:
-        await complete(orchestrator, UNSTORED)
-        assert count(orchestrator, "gammaray.tokens") == UNSTORED.max_tokens
-        assert orchestrator.corpus.num_tokens == 0
-        await complete(orchestrator, replace(UNSTORED, store=True))
-        assert count(orchestrator, "gammaray.tokens") == 2 * UNSTORED.max_tokens
-        assert orchestrator.corpus.num_tokens > 0
-
-
-@pytest.mark.slow
-async def test_client_that_disconnects_leaves_no_cache(redis_server, redis, workers):
-    async with running(redis_server, *workers) as orchestrator:
-        async with unchanged(redis):
-            await first_chunks(orchestrator, UNSTORED, 2)
-            assert await sessions_on(orchestrator, 0) == 0
-
-
-@pytest.mark.slow
-async def test_worker_that_dropped_it_gets_its_tokens_again(redis_server, workers):
+async def test_worker_that_dropped_an_unstored_session_gets_its_tokens_again(redis_server, workers):
     """As when its cache was evicted: the store is not asked who owns it."""
     async with running(redis_server, *workers) as orchestrator:
         whole = tokens_of(await complete(orchestrator, UNSTORED))
@@ -235,12 +166,3 @@ async def test_worker_that_dropped_it_gets_its_tokens_again(redis_server, worker
                         for name in list(link.sessions):
                             link.release(name, 1)
         assert tokens_of(chunks) == whole
-
-
-@pytest.mark.slow
-def test_session_that_is_named_must_be_stored():
-    named = {"session_id": "mine"}
-    for fields in (named, {**named, "turn": 1}, {"resume_from": 0}):
-        with pytest.raises(InvalidArgumentError, match="is no session to name or resume") as caught:
-            replace(UNSTORED, **fields).validate()
-        assert caught.value.field == "store"

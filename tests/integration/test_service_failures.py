@@ -44,15 +44,9 @@ async def lasting_keys(redis):
     ("fields", "error", "wanted"),
     [
         ({"model": "gpt-7"}, NotFoundError, "'gpt-7'.*'demo'"),
-        ({"prompt": (5,) * 2048}, InvalidArgumentError, "2048 tokens.*2047"),
         ({"prompt": "a b " * 3000}, InvalidArgumentError, "tokens.*2047"),
-        ({"prompt": "é" * 2**20}, InvalidArgumentError, "2097152 bytes"),
-        ({"prompt": "a\ud800"}, InvalidArgumentError, "surrogate"),
         ({"prompt": (1, 2048)}, InvalidArgumentError, "prompt: got 2048"),
-        ({"prompt": (1, -1)}, InvalidArgumentError, "prompt: got -1"),
-        ({"stop_token_ids": (2048,)}, InvalidArgumentError, "stop_token_ids"),
         ({"sampling": SamplingParams(logit_bias={2048: 1.0})}, InvalidArgumentError, "logit_bias"),
-        ({"gamma": GammaPolicy(65)}, InvalidArgumentError, "gamma"),
     ],
     ids=lambda value: str(value)[:30].encode("ascii", "replace").decode() if isinstance(value, dict) else "",
 )

@@ -22,7 +22,7 @@ from tests.support.workers.workers_helpers import (
 pytestmark = pytest.mark.integration
 
 PROMPT = random_tokens(12, seed=3)
-FAILED_PRECONDITION, RESOURCE_EXHAUSTED, CANCELLED = 9, 8, 1
+RESOURCE_EXHAUSTED, CANCELLED = 8, 1
 
 
 @pytest.fixture(scope="module")
