@@ -34,12 +34,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 @contextlib.asynccontextmanager
 async def begun(url):
     """Yield a client, a store and a session in it, with nothing else there."""
-    redis = connect(url)
-    await redis.flushall()
-    store, session = RedisStore(redis, ttl_s=60), make_session()
-    await store.create(session, b"")
-    yield redis, store, session
-    await redis.aclose()
+    async with contextlib.aclosing(connect(url)) as redis:
+        await redis.flushall()
+        store, session = RedisStore(redis, ttl_s=60), make_session()
+        await store.create(session, b"")
+        yield redis, store, session
 
 
 async def commit(store, session, token_ids):
@@ -106,10 +105,9 @@ async def test_commit_under_way_waits_for_the_new_primary():
 
 async def test_worker_announces_itself_at_the_new_primary():
     with replicated() as (old, new):
-        async with redis_name(old) as (name, url):
+        async with redis_name(old) as (name, url), contextlib.aclosing(connect(new.url)) as fresh:
             announcer = Announcer(url, "target", "h:1")
             await announcer.start()
-            fresh = connect(new.url)
 
             async def targets() -> set[str]:
                 return (await RedisRegistry(fresh).workers())["target"]
@@ -121,7 +119,6 @@ async def test_worker_announces_itself_at_the_new_primary():
             assert await until_so(targets) == {"h:1"}
             await announcer.withdraw()
             assert await targets() == set()
-            await fresh.aclose()
 
 
 @contextlib.contextmanager
@@ -171,19 +168,20 @@ async def store_until_it_works(store, session, token_ids):
 async def test_sentinel_that_demotes_a_living_primary_is_followed():
     """With `min-replicas-to-write`, the old primary refuses writes from its replica's promotion on."""
     with replicated() as (old, new), sentinel_of(old) as url:
-        redis = connect(url)
-        await answer(redis.set("k", 1))
-        with sync_redis.Redis.from_url(old.url) as client:
-            client.config_set("min-replicas-to-write", 1)
-        sentinel_port = int(url.rpartition(":")[2].split("/")[0])
-        with sync_redis.Redis(port=sentinel_port) as sentinel:
-            wait_until(lambda: sentinel.sentinel_master("lossless")["num-slaves"] == 1)
-            wait_until(lambda: sentinel.execute_command("SENTINEL FAILOVER lossless"))  # once it knows enough
-            wait_until(lambda: sentinel.sentinel_master("lossless")["port"] == port_of(new.url))
-        await answer(redis.set("k", 2))
-        assert address_of(redis) == f"127.0.0.1:{port_of(new.url)}"
-        assert await redis.get("k") == b"2"
-        await redis.aclose()
+        async with contextlib.aclosing(connect(url)) as redis:
+            await answer(redis.set("k", 1))
+            with sync_redis.Redis.from_url(old.url) as client:
+                client.config_set("min-replicas-to-write", 1)
+            sentinel_port = int(url.rpartition(":")[2].split("/")[0])
+            with sync_redis.Redis(port=sentinel_port) as sentinel:
+                wait_until(lambda: sentinel.sentinel_master("lossless")["num-slaves"] == 1)
+                wait_until(
+                    lambda: sentinel.execute_command("SENTINEL FAILOVER lossless")
+                )  # if it knows enough
+                wait_until(lambda: sentinel.sentinel_master("lossless")["port"] == port_of(new.url))
+            await answer(redis.set("k", 2))
+            assert address_of(redis) == f"127.0.0.1:{port_of(new.url)}"
+            assert await redis.get("k") == b"2"
 
 
 async def test_worker_announces_itself_despite_an_unresponsive_sentinel():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from contextlib import aclosing
 
 import pytest
 
@@ -49,8 +50,12 @@ def refused(name: RedisName) -> set[str]:
 @pytest.mark.parametrize("reply", OF_EACH_KIND, ids=lambda reply: reply.split()[0])
 async def test_error_replies_do_not_end_background_tasks(redis_server, redis, empty, reply):
     """Fleet, presence and a worker's announcer continue after a reply without a restart."""
-    async with scripted("target") as worker, redis_name(redis_server) as (name, url):
-        refusing, state = connect(url), ProcessStatus("orchestrator", 1, "", "demo", True, 0)
+    async with (
+        scripted("target") as worker,
+        redis_name(redis_server) as (name, url),
+        aclosing(connect(url)) as refusing,
+    ):
+        state = ProcessStatus("orchestrator", 1, "", "demo", True, 0)
         fleet = Fleet(RedisRegistry(refusing).workers, 50)
         presence, other = (Presence(RedisRegistry(one), lambda: state) for one in (refusing, redis))
         announcer = Announcer(url, "draft", "h:1")
@@ -72,7 +77,6 @@ async def test_error_replies_do_not_end_background_tasks(redis_server, redis, em
         await announcer.withdraw()
         await presence.stop()
         await fleet.close()
-        await refusing.aclose()
 
 
 @pytest.mark.parametrize(
@@ -86,8 +90,7 @@ async def test_error_replies_do_not_end_background_tasks(redis_server, redis, em
     ],
 )
 async def test_permanent_error_reply_fails_immediately_with_a_type(redis_server, reply, error, words):
-    async with redis_name(redis_server) as (name, url):
-        redis = connect(url)
+    async with redis_name(redis_server) as (name, url), aclosing(connect(url)) as redis:
         script = BatchedScript(redis, WRITE)
         name.reply = reply
         for call in (redis.set("k", 1), redis.get("k"), script.call(["k"], ["1"])):
@@ -95,13 +98,11 @@ async def test_permanent_error_reply_fails_immediately_with_a_type(redis_server,
             with pytest.raises(error, match=words):
                 await answer(call)
             assert len(name.refused) <= 3, "it is not retried"
-        await redis.aclose()
 
 
 @pytest.mark.parametrize("reply", TEMPORARY, ids=lambda reply: reply.split()[0])
 async def test_temporary_error_reply_is_retried(redis_server, reply):
-    async with redis_name(redis_server) as (name, url):
-        redis = connect(url)
+    async with redis_name(redis_server) as (name, url), aclosing(connect(url)) as redis:
         script = BatchedScript(redis, WRITE)
         name.reply = reply
         calls = [redis.set("a", 1), redis.register_script(WRITE)(["b"], ["2"]), script.call(["c"], ["3"])]
@@ -110,7 +111,6 @@ async def test_temporary_error_reply_is_retried(redis_server, reply):
         name.reply = ""
         await asyncio.gather(*tasks)
         assert await redis.mget("a", "b", "c") == [b"1", b"2", b"3"]
-        await redis.aclose()
 
 
 async def test_call_without_a_free_connection_fails_after_one_timeout(redis_server):
@@ -126,12 +126,10 @@ async def test_call_without_a_free_connection_fails_after_one_timeout(redis_serv
 
 
 async def test_lasting_error_reply_names_its_code(redis_server):
-    async with redis_name(redis_server) as (name, url):
-        redis = connect(url)
+    async with redis_name(redis_server) as (name, url), aclosing(connect(url)) as redis:
         name.reply = BUSY
         with pytest.raises(UnavailableError, match="refuses commands: BUSY"):
             await answer(redis.set("k", 1))
-        await redis.aclose()
 
 
 async def test_start_gives_up_in_time_with_a_typed_error():

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -269,14 +270,11 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_a_client_holds_a_bounded_number_of_connections_whatever_its_bursts(redis_server):
-    client = connect(redis_server.url)
-    try:
+    async with aclosing(connect(redis_server.url)) as client:
         for _ in range(3):
             await asyncio.gather(*(answer(client.ping()) for _ in range(8 * MAX_CONNECTIONS)))
             held = await answer(client.client_list())
             assert 1 < len(held) <= MAX_CONNECTIONS + 1  # the module's own client has one
-    finally:
-        await client.aclose()
 
 
 NUM_SESSIONS, NUM_TOKENS = 100, 1000

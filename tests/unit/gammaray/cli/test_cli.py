@@ -299,10 +299,6 @@ def test_invalid_utf8_on_stdin_is_exit_code_2():
     assert "an invalid byte at offset 2" in result.stderr
 
 
-def test_version_is_printed():
-    assert invoke("--version").stdout == f"gammaray, version {gammaray.__version__}\n"
-
-
 ROOT = Path(gammaray.__file__).parents[1]
 
 

@@ -18,12 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gammaray.config import ClusterSettings, PoolSize
+from gammaray.config import ClusterSettings
 from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.launcher import cluster
 from orchestrator.launcher.cluster import private_directory, serve_environment, serve_errors
-from orchestrator.launcher.options import parse_options
 from orchestrator.launcher.preflight import check_models, check_port, gpu_share, vocab_size, worker_gpus
 from orchestrator.launcher.reaper import MARK, children_named, end_marked, marked, runs
 from orchestrator.launcher.signals import StopSignals
@@ -33,33 +32,6 @@ def model(folder, **config):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
-
-
-def test_given_options_are_applied(monkeypatch):
-    monkeypatch.setenv("GAMMARAY_GRPC_PORT", "9100")
-    line = "--target a --draft b --draft-workers 0:2 --target-workers 3 --orchestrators 4 --http-port 81"
-    options = parse_options(f"{line} --redis-url redis://h:1/0 --deterministic --wait-ready".split())
-    cluster = options.cluster
-    assert (cluster.target, cluster.draft) == ("a", "b")
-    sizes = cluster.draft_workers, cluster.target_workers
-    assert (*sizes, cluster.orchestrators) == (PoolSize(0, 2), PoolSize(3), 4)
-    assert (cluster.http_port, cluster.grpc_port, cluster.redis_url) == (81, 9100, "redis://h:1/0")
-    assert cluster.deterministic
-    assert options.wait_ready
-
-
-@pytest.mark.parametrize(
-    ("line", "field"),
-    [
-        *(("--http-port 0", "http_port"), ("--http-port x", "http_port"), ("--device tpu", "device")),
-        *(("--draft-workers -1", "draft_workers"), ("--draft-workers 3:1", "draft_workers")),
-        *(("--target-workers 0:2", "target_workers"), ("--target=", "target")),
-    ],
-)
-def test_options_out_of_bounds_are_refused_by_name(line, field):
-    with pytest.raises(InvalidArgumentError) as caught:
-        parse_options(line.split())
-    assert caught.value.field == field
 
 
 def test_port_that_is_taken_is_refused_by_number():

@@ -133,7 +133,7 @@ print((peak - before) / 2**20)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["/x/ ", "a\n", "🙂"])
+@pytest.mark.parametrize("pattern", ["/x/ ", "🙂"])
 def test_tokenising_takes_bounded_memory(pattern):
     run = subprocess.run(
         [sys.executable, "-c", PROBE, pattern], capture_output=True, text=True, timeout=120, check=True

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -110,8 +111,7 @@ def test_consents_that_cannot_be_read_are_none(folder, moment, caplog):
     folder.store("tenant-acme").promote(1)
     if moment == "start":
         (folder.path / "tenants.json").write_text("{")
-    versions = LoadedDrafters("base", lambda directory: directory, folder)
-    try:
+    with closing(LoadedDrafters("base", lambda directory: directory, folder)) as versions:
         if moment == "later":
             wait_until(lambda: versions.begin("acme:0", 10).number == 1)
             began = versions.begin("acme:1", 10)
@@ -122,37 +122,29 @@ def test_consents_that_cannot_be_read_are_none(folder, moment, caplog):
         if moment == "later":
             record(versions, "acme:1", began)
         assert versions.begin("free", 10).name is None
-    finally:
-        versions.close()
     assert not records(folder.path, "tenant-acme")
     assert sum("tenants.json cannot be read" in one.message for one in caplog.records) <= 2, "not each look"
     assert folder.store("tenant-acme").directory(1).is_dir(), "nothing is deleted for a damaged file"
 
 
 def test_stream_that_waits_for_the_disk_is_not_kept_after_its_tenant_withdrew_and_agreed_again(folder):
-    versions = LoadedDrafters("base", str, folder)
-    try:
+    with closing(LoadedDrafters("base", str, folder)) as versions:
         before = versions.begin("acme:1", 10)
         folder.forget("acme")
         folder.consent("acme", "own")
         record(versions, "acme:1", before)
         wait_until(lambda: versions.begin("acme:2", 10).consent == folder.read().number_of("acme"))
         record(versions, "acme:2")
-    finally:
-        versions.close()
     assert len(records(folder.path, "tenant-acme")) == 1
 
 
 def test_deleted_session_leaves_also_from_the_drafter_that_served_its_tenant_before(folder):
-    versions = LoadedDrafters("base", str, folder)
-    try:
+    with closing(LoadedDrafters("base", str, folder)) as versions:
         record(versions, "acme:1")
         wait_until(lambda: records(folder.path, "tenant-acme"))
         folder.consent("acme", "shared")
         versions.forget("acme:1")
         wait_until(lambda: not records(folder.path, "tenant-acme"))
-    finally:
-        versions.close()
 
 
 def stream(records, age_s=0, tenant="", mtime_age_s=0, name=None):
@@ -218,14 +210,11 @@ def test_one_bad_drafter_harms_no_other(folder):
             raise MemoryError("no memory")
         return directory
 
-    versions = LoadedDrafters("base", load, folder)
-    try:
+    with closing(LoadedDrafters("base", load, folder)) as versions:
         wait_until(lambda: folder.store("shared").read().versions[0].status == "rolled back")
         wait_until(lambda: not old.exists())
         drafted = {versions.begin(f"acme:{number}", 10).number for number in range(40)}
         assert drafted == {0, 1}
-    finally:
-        versions.close()
 
 
 def test_versions_of_the_tenants_that_were_served_last_are_loaded(folder, monkeypatch):
@@ -236,11 +225,13 @@ def test_versions_of_the_tenants_that_were_served_last_are_loaded(folder, monkey
         publish(folder.store(f"tenant-{name}"), tenants=[name])
         folder.store(f"tenant-{name}").promote(1)
     loaded = []
-    versions = LoadedDrafters("base", lambda directory: loaded.append(directory) or directory, folder)
-    try:
+
+    def load(directory):
+        loaded.append(directory)
+        return directory
+
+    with closing(LoadedDrafters("base", load, folder)) as versions:
         wait_until(lambda: len(loaded) == MAX_DRAFTERS)
         wait_until(lambda: versions.begin(f"{names[-1]}:1", 10).number == 1)
         drafted = [versions.choose(f"tenant-{name}", ("x", 0))[0] for name in names]
         assert sum(drafted) <= MAX_DRAFTERS
-    finally:
-        versions.close()

@@ -73,8 +73,6 @@ async def test_null_is_absent_in_fields_that_are_not_supported():
 # Fields, the field that the error names, and whether the document forbids them as well.
 WRONG = {
     "format without type": ({FORMAT: {}}, f"{FORMAT}.type", True),
-    "format of another type": ({FORMAT: {"type": "structural_tag"}}, f"{FORMAT}.type", True),
-    "format with more": ({FORMAT: {"type": "text", "format": 1}}, f"{FORMAT}.format", True),
     "schema missing": ({FORMAT: {"type": "json_schema"}}, f"{FORMAT}.json_schema", True),
     "schema of an object": (
         {FORMAT: {"type": "json_object", "json_schema": NAMED}},
