@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-import redis
 import redis as sync_redis
 import uvloop
 
@@ -436,7 +435,7 @@ def test_node_of_a_redis_cluster_is_refused_with_the_reason():
 def push(client, value):
     try:
         return client.execute_command("RPUSH", "tokens", value) > 0
-    except redis.ConnectionError:
+    except sync_redis.ConnectionError:
         return False
 
 
@@ -448,7 +447,7 @@ def kill(server):
 def test_redis_killed_while_writing_keeps_all_acknowledged_writes():
     with running_redis() as server:
         url, first, answered = server.url, server.pid, 0
-        client = redis.Redis.from_url(url)
+        client = sync_redis.Redis.from_url(url)
         killer = threading.Thread(target=kill, args=[server])
         while push(client, answered):
             answered += 1
@@ -459,7 +458,7 @@ def test_redis_killed_while_writing_keeps_all_acknowledged_writes():
         server.revive()
         assert server.is_running
         assert (server.url, server.pid != first) == (url, True)
-        there = redis.Redis.from_url(url).lrange("tokens", 0, -1)
+        there = sync_redis.Redis.from_url(url).lrange("tokens", 0, -1)
         # One more may be there: its answer was lost.
         assert [int(value) for value in there] in (list(range(answered)), list(range(answered + 1)))
         assert answered >= 100
@@ -468,7 +467,7 @@ def test_redis_killed_while_writing_keeps_all_acknowledged_writes():
 def test_restarted_redis_keeps_its_memory_limit(tmp_path):
     with redis_server.RedisServer.start(tmp_path, 300 * 2**20) as server:
         for _ in range(2):
-            client = redis.Redis.from_url(server.url)
+            client = sync_redis.Redis.from_url(server.url)
             assert client.config_get("maxmemory") == {"maxmemory": str(300 * 2**20)}
             assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
             client.close()

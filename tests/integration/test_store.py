@@ -178,17 +178,19 @@ async def any_model(name, identity, left_s):
 
 
 @pytest.mark.parametrize("prediction", ["", "as before\n", (3, 4, 5)])
-async def test_store_resumed_session_has_its_prediction_again(store, prediction):
+async def test_store_resumed_choice_has_its_request_again(store, prediction):
     manager = SessionManager(store, IdsOnly(), any_model)
-    request = GenerationRequest(
-        PROMPT, session_id="p", sampling=SamplingParams(seed=1), prediction=prediction
-    )
-    await manager.open(request, 100)
-    again = GenerationRequest((), session_id="p", resume_from=0)
-    assert (await manager.open(again, 100)).request.prediction == prediction
-    assert (await manager.open(replace(request, resume_from=0), 100)).request.prediction == prediction
-    with pytest.raises(FailedPreconditionError, match="another request"):
-        await manager.open(replace(request, resume_from=0, prediction="other"), 100)
+    choice = SamplingParams(sample_index=3)
+    request = GenerationRequest(PROMPT, session_id="p", sampling=choice, stop=("zz",), prediction=prediction)
+    first = (await manager.open(request, 100)).session
+    for again in (GenerationRequest((), session_id="p"), request):
+        opened = await manager.open(replace(again, resume_from=0), 100)
+        assert (opened.request.prediction, opened.request.stop) == (prediction, ("zz",))
+        assert (opened.session.prompt, opened.session.params) == (first.prompt, first.params)
+        assert opened.session.epoch > first.epoch
+    for changed in ({"prediction": "other"}, {"stop": ()}, {"prompt": (9,)}):
+        with pytest.raises(FailedPreconditionError, match="another request"):
+            await manager.open(replace(request, resume_from=0, **changed), 100)
 
 
 async def test_store_session_keeps_its_adapter(store):

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from gammaray.config import ClusterSettings
-from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.launcher import cluster
 from orchestrator.launcher.cluster import private_directory, serve_environment, serve_errors
@@ -47,11 +46,6 @@ def test_vocabularies_that_differ_are_noted_with_both_sizes(tmp_path):
     assert check_models(target, target) == []
     (note,) = check_models(target, draft)
     assert "500 token ids and the target 2048" in note
-
-
-def test_draft_workers_know_the_target_where_it_is_another_model():
-    assert "target" not in role_settings(ClusterSettings())["draft"]
-    assert role_settings(ClusterSettings(target="t", draft="early-exit:2"))["draft"]["target"] == "t"
 
 
 def test_vocabulary_of_a_multimodal_model_is_that_of_its_text(tmp_path):

@@ -80,18 +80,20 @@ def test_address_of_another_machine_is_reported_as_the_host(host):
 
 
 @pytest.mark.parametrize(
-    ("settings", "name", "roles"),
+    ("name", "settings", "expected"),
     [
-        ({"dtype": "float16"}, "dtype", {"draft", "target"}),
-        ({"draft_weights": "int8"}, "draft_weights", {"draft"}),
-        ({"draft_weights": "int8", "head": "h"}, "draft_weights", {"target"}),
+        ("engine", {"engine": "transformers"}, {"target": "transformers", "draft": "transformers"}),
+        ("dtype", {"dtype": "float16"}, {"target": "float16", "draft": "float16"}),
+        ("draft_weights", {"draft_weights": "int8"}, {"draft": "int8"}),
+        ("draft_weights", {"draft_weights": "int8", "head": "h"}, {"target": "int8", "draft": "int8"}),
+        ("learn", {"target": "t", "learn": "/l", "head": "h", "engine": "vllm"}, {"target": "/l"}),
+        ("target", {"target": "t", "draft": "early-exit:2"}, {"draft": "t"}),
+        ("target", {}, {}),
     ],
-    ids=["both", "draft", "head"],
 )
-def test_settings_reach_the_roles_that_have_them(settings, name, roles):
-    own = role_settings(ClusterSettings(**settings))
-    assert {role for role in own if own[role].get(name, "auto") != "auto"} >= roles
-    assert name not in own["orchestrator"]
+def test_settings_reach_the_roles_that_have_them(name, settings, expected):
+    roles = role_settings(ClusterSettings(**settings))
+    assert {role: fields[name] for role, fields in roles.items() if name in fields} == expected
 
 
 REFUSED = """

@@ -188,11 +188,6 @@ PATTERNS = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer(resolve_model("demo"))
-
-
 @pytest.fixture
 def original():
     """The tokenizer of `transformers`."""
@@ -200,20 +195,20 @@ def original():
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_least_number_of_tokens_is_not_above_the_number(tokenizer, pattern):
+def test_least_number_of_tokens_is_not_above_the_number(demo, pattern):
     dice = random.Random(pattern)
     for _ in range(50):
         text = "".join(dice.choice([pattern, *PATTERNS]) for _ in range(dice.randrange(200)))
-        assert tokenizer.min_tokens(text) <= len(tokenizer.encode(text, is_start=False))
-    assert tokenizer.min_tokens(pattern * 10_000) >= 10_000 * len(pattern.encode()) // 37
+        assert demo.min_tokens(text) <= len(demo.encode(text, is_start=False))
+    assert demo.min_tokens(pattern * 10_000) >= 10_000 * len(pattern.encode()) // 37
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("is_start", [True, False])
-def test_token_ids_are_those_of_transformers(tokenizer, original, pattern, is_start):
+def test_token_ids_are_those_of_transformers(demo, original, pattern, is_start):
     text = f"def f(x):\n{pattern * 50}<|im_end|> {pattern} x"
     expected = original(text, add_special_tokens=is_start)["input_ids"]
-    assert tokenizer.encode(text, is_start=is_start) == expected
+    assert demo.encode(text, is_start=is_start) == expected
 
 
 def test_options_of_a_tokenizer_file_do_not_change_its_token_ids(original):
@@ -261,17 +256,17 @@ def test_bytes_that_no_token_spells_do_not_count(original):
     assert spelling_of(lacking) == (37, b"q")
 
 
-async def test_prompt_that_cannot_fit_is_refused_without_tokenising(tokenizer, monkeypatch):
+async def test_prompt_that_cannot_fit_is_refused_without_tokenising(demo, monkeypatch):
     def encode(*_, **__):
         raise AssertionError("tokenised")
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
     request = GenerationRequest("/x/ " * 2**18, sampling=SamplingParams(seed=1))
     with pytest.raises(ContextLengthError, match="prompt: got at least 28340 tokens, allowed: at most 2047"):
-        await open_session(request, tokenizer, 2048)
+        await open_session(request, demo, 2048)
     request = GenerationRequest("x" * 1000 * 37, sampling=SamplingParams(seed=1))
     with pytest.raises(ContextLengthError, match="at least 2048 tokens"):
-        await open_session(request, tokenizer, 2048, before=(5,) * 1048)
+        await open_session(request, demo, 2048, before=(5,) * 1048)
 
 
 PROBE = """

@@ -223,8 +223,7 @@ def bearer(key, **headers):
 
 
 async def test_http_every_route_but_the_public_ones_needs_a_key(door):
-    authenticator, _ = door
-    app = create_app(ScriptedBackend(), authenticator=authenticator)
+    app, secret = create_app(ScriptedBackend(), authenticator=door[0]), make_secret()
     routes = [(method, route.path) for route in app.routes for method in sorted(route.methods)]
     assert len(routes) >= 6
     async with client(app) as http:
@@ -234,19 +233,12 @@ async def test_http_every_route_but_the_public_ones_needs_a_key(door):
                 assert answer.status_code == 200, path
                 continue
             assert answer.status_code == 401, (method, path)
+            wrong = await http.request(method, path, headers=bearer(secret))
+            assert (wrong.status_code, secret in wrong.text) == (401, False)
             assert answer.headers["www-authenticate"] == "Bearer"
             if method != "HEAD":
                 assert answer.json()["error"]["type"] == "authentication_error"
                 assert answer.json()["error"]["code"] == "invalid_api_key"
-
-
-async def test_http_wrong_key_is_not_repeated_in_the_answer(door):
-    app = create_app(ScriptedBackend(), authenticator=door[0])
-    secret = make_secret()
-    async with client(app) as http:
-        answer = await http.post("/v1/completions", json=PROMPT, headers=bearer(secret))
-    assert answer.status_code == 401
-    assert secret not in answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
