@@ -232,7 +232,7 @@ def test_calls_begin_at_once_where_the_prompt_ends_with_the_marker():
     ids=lambda text: text[:30],
 )
 def test_long_texts_take_linear_time(family, text):
-    start = time.process_time()
     for size in (4, len(text)):
+        start = time.process_time()
         parsed(parser_of(family), (text[at : at + size] for at in range(0, len(text), size)))
-    assert time.process_time() - start < 5
+        assert time.process_time() - start < 5
