@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from gammaray.errors import UnavailableError
 from gammaray.types import DrafterKind
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.control.costs import CostModel
@@ -131,17 +130,6 @@ async def test_draining_workers_are_replaced_without_a_failure():
         assert {cycle.draft_worker for cycle in after} == set(stayed)
         await until(lambda: [worker.released for worker in leaving] == [["s"], ["s"]])
         assert emitted(session) == continuation(PROMPT, session.num_emitted)
-
-
-async def test_draining_of_the_only_target_is_unavailable_after_the_wait():
-    async with scripted("target") as target, fleet_of(target) as fleet:
-        session = make_session(max_tokens=100_000)
-        drafting, verifier = drafting_of(fleet, session, wait_s=0.3)
-        await one_cycle(session, drafting, verifier)
-        target.is_draining = True
-        await one_cycle(session, drafting, verifier)
-        with pytest.raises(UnavailableError, match=r"no target worker within 0\.3 s"):
-            await one_cycle(session, drafting, verifier)
 
 
 @pytest.mark.slow

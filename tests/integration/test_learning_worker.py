@@ -57,21 +57,9 @@ async def test_serving_goes_on_when_the_training_is_killed(tmp_path):
             (second,) = (one for one in training(worker) if one.pid != first.pid)
         finally:
             await link.close()
-        worker.terminate()
-        worker.wait(60)
-        wait_until(lambda: not psutil.pid_exists(second.pid))
-
-
-def test_training_process_of_a_killed_worker_ends(tmp_path):
-    target = tiny_target(tmp_path / "target")
-    head = new_head(tmp_path / "head", target)
-    options = ("--head", str(head), "--learn", str(tmp_path / "learn"))
-    with worker_process("target", str(target), *options) as (worker, _):
-        wait_until(lambda: training(worker))
-        (process,) = training(worker)
         worker.kill()
         worker.wait(30)
-        wait_until(lambda: not psutil.pid_exists(process.pid))
+        wait_until(lambda: not psutil.pid_exists(second.pid))
 
 
 NUM_TOKENS, LIMIT_S = 48, 240

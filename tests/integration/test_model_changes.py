@@ -7,7 +7,6 @@ import pytest
 
 from gammaray.errors import FailedPreconditionError, ModelChangedError
 from gammaray.types import FinishReason, TokenOrigin
-from orchestrator.storage.client import connect
 from orchestrator.storage.keys import Keys
 from orchestrator.storage.session_store import RedisStore
 from tests.support.engine_helpers import random_tokens, tiny_model
@@ -106,9 +105,8 @@ async def test_worker_itself_refuses_the_session_of_another_model(tmp_path):
         assert own in error.message
 
 
-async def test_store_keeps_the_first_model_and_refuses_tokens_of_another(redis_server):
-    redis = connect(redis_server.url)
-    await redis.flushall()
+@pytest.mark.usefixtures("empty")
+async def test_store_keeps_the_first_model_and_refuses_tokens_of_another(redis):
     store = RedisStore(redis, ttl_s=60)
 
     async def commit(session, token, identity):
@@ -128,7 +126,6 @@ async def test_store_keeps_the_first_model_and_refuses_tokens_of_another(redis_s
         del session.token_ids[-1]
     stored = await store.read("s")
     assert (stored.model_identity, stored.token_ids) == (OLD, (4, 5, 6))
-    await redis.aclose()
 
 
 async def test_resume_and_next_turn_after_the_target_was_replaced(redis_server):

@@ -7,13 +7,11 @@ from contextlib import aclosing
 
 import pytest
 
-from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, UnavailableError
+from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, TokenOrigin
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS, Caller
-from orchestrator.api import stalls
-from orchestrator.api.stalls import while_read
-from orchestrator.sessions.lifecycle import REPLAY_TOKENS, SessionManager
+from orchestrator.sessions.lifecycle import SessionManager
 from orchestrator.storage.keys import Keys
 from tests.support.workers.resume_helpers import (
     first_chunks,
@@ -87,15 +85,6 @@ async def test_resume_of_a_finished_turn_from_every_offset(pair):
     assert (info.state, info.finish_reason) == (SessionState.FINISHED, FinishReason.STOP)
     assert info.epoch == began.epoch
     assert [token.token_id for token in tokens] == tokens_of(chunks)
-
-
-async def test_resume_replays_many_tokens_in_several_chunks(pair):
-    one, other = pair
-    request = request_of(max_tokens=2 * REPLAY_TOKENS + 10)
-    chunks = await complete(one, request)
-    rest = await complete(other, dataclasses.replace(request, resume_from=0))
-    assert [len(chunk.tokens) for chunk in rest] == [REPLAY_TOKENS, REPLAY_TOKENS, 10]
-    assert text_of(rest) == text_of(chunks)
 
 
 async def test_takeover_ends_the_former_owner_and_loses_no_token(pair):
@@ -224,27 +213,6 @@ async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
     assert await redis.exists(*Keys().of(request.session_id)[:3]) == 0
     assert request.session_id not in [info.session_id for info in await one.sessions.recent(9, ANONYMOUS)]
     assert await sessions_on(one, 0) == 0
-
-
-async def test_stream_that_is_not_read_loses_its_place_and_is_resumed(pair, monkeypatch):
-    one, other = pair
-    monkeypatch.setattr(stalls, "READ_TIMEOUT_S", 0.2)
-    request = request_of(max_tokens=200)
-    whole = await complete(one, undisturbed(request))
-    stream = while_read(one.generate(request))
-    chunks = [await anext(stream) for _ in range(3)]
-    assert one.admission.num_running == 1
-    deadline = time.monotonic() + 30
-    while one.admission.num_running:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-    await settled(one)
-    info, _ = await other.sessions.get(request.session_id, ANONYMOUS)
-    assert info.state is SessionState.DETACHED
-    with pytest.raises(UnavailableError, match="not read"):
-        await anext(stream)
-    chunks += await complete(other, resumed(request, chunks))
-    assert text_of(chunks) == text_of(whole)
 
 
 @pytest.mark.slow

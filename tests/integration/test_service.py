@@ -1,15 +1,27 @@
-"""The orchestrator with the demo pair in real worker processes and a real Redis, without Ray."""
+"""The orchestrator without Ray, on the demo pair or scripted workers, and a real Redis; its failures."""
 
 import asyncio
+import math
 import time
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from urllib.parse import urlsplit
 
-import grpc
 import pytest
 
-from gammaray.errors import FailedPreconditionError, InvalidArgumentError
+from gammaray.config import OrchestratorSettings
+from gammaray.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gammaray.types import (
+    ADAPTIVE,
+    DrafterKind,
     FinishReason,
     GammaPolicy,
     GenerationRequest,
@@ -17,13 +29,23 @@ from gammaray.types import (
     TokenOrigin,
     VerificationMethod,
 )
-from gammaray.wire.sessions import SessionState
+from orchestrator import service
 from orchestrator.access.caller import ANONYMOUS, Caller
+from orchestrator.service import Orchestrator
+from orchestrator.storage.keys import StoreBounds
 from orchestrator.storage.session_store import RedisStore
-from orchestrator.workers.protocol import DRAFT, TARGET
+from tests.support.workers.redis_helpers import redis_name, running_redis
 from tests.support.workers.resume_helpers import first_chunks, sessions_on
-from tests.support.workers.scripted_workers import scripted, until_so
-from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, running, text_of, tokens_of
+from tests.support.workers.scripted_workers import scripted, until, until_so
+from tests.support.workers.service_helpers import (
+    PROMPTS,
+    SEEDED,
+    announced,
+    complete,
+    running,
+    text_of,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -100,54 +122,6 @@ async def test_service_completion_ends_at_the_context(orchestrator):
     assert chunks[-1].finish_reason is FinishReason.LENGTH
 
 
-async def sessions_on_workers(orchestrator) -> int:
-    total = 0
-    for pool, protocol in ((orchestrator.fleet.targets, TARGET), (orchestrator.fleet.drafts, DRAFT)):
-        for address in pool.links:
-            async with grpc.aio.insecure_channel(address) as channel:
-                total += (await protocol.get_info(channel, 30.0)).num_sessions
-    return total
-
-
-async def both_hold(orchestrator) -> bool:
-    return await sessions_on_workers(orchestrator) >= 2
-
-
-@pytest.mark.parametrize("how", ["closed", "cancelled", "finished"])
-async def test_service_ended_request_frees_the_workers(orchestrator, redis, how):
-    name = f"ended-{how}-{time.time_ns()}"
-    request = GenerationRequest(
-        PROMPTS[0], max_tokens=20 if how == "finished" else 1500, ignore_eos=True, session_id=name
-    )
-    started = asyncio.Event()
-
-    async def consume():
-        async with aclosing(orchestrator.generate(request)) as chunks:
-            count = 0
-            async for _ in chunks:
-                count += 1
-                started.set()
-                if how == "closed" and count == 3:
-                    return
-
-    task = asyncio.create_task(consume())
-    await asyncio.wait_for(started.wait(), 30)
-    if how == "cancelled":
-        assert await until_so(lambda: both_hold(orchestrator))
-        task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    deadline = time.monotonic() + 30
-    while await sessions_on_workers(orchestrator) > 0:
-        assert time.monotonic() < deadline, "the workers still hold the session"
-        await asyncio.sleep(0.05)
-    await orchestrator.leases.settled()
-    stored = await RedisStore(redis, 60).read(name)
-    # A client that went away may come back, see test_resume.py.
-    assert stored.finish_reason is (FinishReason.LENGTH if how == "finished" else None)
-    assert stored.state is not SessionState.RUNNING
-    assert orchestrator.admission.num_running == 0
-
-
 UNSTORED = GenerationRequest(PROMPTS[0], sampling=SEEDED, max_tokens=48, ignore_eos=True, store=False)
 
 
@@ -169,18 +143,27 @@ async def unchanged(redis):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tenant", ["", "alice"])
-async def test_redis_has_nothing_of_it_and_the_tokens_are_the_same(redis_server, redis, workers, tenant):
+async def test_unstored_completion_is_counted_and_leaves_nothing_behind(redis_server, redis, workers, tenant):
+    """Its tokens are those of a stored one; nor does anything stay if its client disconnects."""
+
+    def num_tokens():
+        series = {metric.name: found for metric, found in orchestrator.meter.meter.read()}
+        return sum(counter.value for _, counter in series["gammaray.tokens"])
+
     caller = Caller(tenant) if tenant else ANONYMOUS
     async with running(redis_server, *workers) as orchestrator:
         async with unchanged(redis):
             chunks = [chunk async for chunk in orchestrator.generate(UNSTORED, caller)]
+            assert (num_tokens(), orchestrator.corpus.num_tokens) == (UNSTORED.max_tokens, 0)
+            await first_chunks(orchestrator, UNSTORED, 2)
+            assert await sessions_on(orchestrator, 0) == 0
         stored = await complete(orchestrator, replace(UNSTORED, store=True))
+        assert orchestrator.corpus.num_tokens > 0
         assert tokens_of(chunks) == tokens_of(stored)
         assert text_of(chunks) == text_of(stored)
         assert chunks[-1].finish_reason is FinishReason.LENGTH
         assert {chunk.session_id for chunk in chunks} == {""}
         assert chunks[-1].summary.cycles > 0
-        assert await sessions_on(orchestrator, 0) == 0
 
 
 @pytest.mark.slow
@@ -197,32 +180,7 @@ async def test_target_workers_are_told_to_keep_nothing_to_learn_from(redis_serve
 
 
 @pytest.mark.slow
-async def test_it_is_counted_and_leaves_nothing_for_later_outputs(redis_server, workers):
-    def count(orchestrator, name):
-        for metric, series in orchestrator.meter.meter.read():
-            if metric.name == name:
-                return sum(counter.value for _, counter in series)
-        raise AssertionError(name)
-
-    async with running(redis_server, *workers) as orchestrator:
-        await complete(orchestrator, UNSTORED)
-        assert count(orchestrator, "gammaray.tokens") == UNSTORED.max_tokens
-        assert orchestrator.corpus.num_tokens == 0
-        await complete(orchestrator, replace(UNSTORED, store=True))
-        assert count(orchestrator, "gammaray.tokens") == 2 * UNSTORED.max_tokens
-        assert orchestrator.corpus.num_tokens > 0
-
-
-@pytest.mark.slow
-async def test_client_that_disconnects_leaves_no_cache(redis_server, redis, workers):
-    async with running(redis_server, *workers) as orchestrator:
-        async with unchanged(redis):
-            await first_chunks(orchestrator, UNSTORED, 2)
-            assert await sessions_on(orchestrator, 0) == 0
-
-
-@pytest.mark.slow
-async def test_worker_that_dropped_it_gets_its_tokens_again(redis_server, workers):
+async def test_worker_that_dropped_an_unstored_session_gets_its_tokens_again(redis_server, workers):
     """As when its cache was evicted: the store is not asked who owns it."""
     async with running(redis_server, *workers) as orchestrator:
         whole = tokens_of(await complete(orchestrator, UNSTORED))
@@ -237,10 +195,154 @@ async def test_worker_that_dropped_it_gets_its_tokens_again(redis_server, worker
         assert tokens_of(chunks) == whole
 
 
+async def lasting_keys(redis):
+    """Return the stored keys without the registry entries of orchestrators, which change."""
+    return {key for key in await redis.keys() if not key.startswith(b"gammaray:orchestrator")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "wanted"),
+    [
+        ({"model": "gpt-7"}, NotFoundError, "'gpt-7'.*'demo'"),
+        ({"prompt": "a b " * 3000}, InvalidArgumentError, "tokens.*2047"),
+        ({"prompt": (1, 2048)}, InvalidArgumentError, "prompt: got 2048"),
+        ({"sampling": SamplingParams(logit_bias={2048: 1.0})}, InvalidArgumentError, "logit_bias"),
+    ],
+    ids=lambda value: str(value)[:30].encode("ascii", "replace").decode() if isinstance(value, dict) else "",
+)
+async def test_service_bad_request_is_refused_and_leaves_nothing(orchestrator, redis, fields, error, wanted):
+    keys = await lasting_keys(redis)
+    with pytest.raises(error, match=wanted):
+        await complete(orchestrator, replace(GenerationRequest("x", max_tokens=4), **fields))
+    assert await lasting_keys(redis) == keys
+    assert orchestrator.admission.num_running == 0
+
+
+async def test_service_without_a_draft_worker_decodes_plainly(redis_server, target):
+    async with running(redis_server, target.address, "") as orchestrator:
+        plain = [{"drafter": DrafterKind.NONE}, {"gamma": GammaPolicy(0)}]
+        for salt, fields in enumerate((*plain, {"gamma": GammaPolicy(4)}, {"gamma": ADAPTIVE})):
+            # Without a salt of its own, the second request on would propose the first one's output.
+            fields["cache_salt"] = str(salt)
+            request = GenerationRequest(PROMPTS[0], max_tokens=10, ignore_eos=True, **fields)
+            chunks = await complete(orchestrator, request)
+            assert len(tokens_of(chunks)) == chunks[-1].summary.cycles == 10
+            assert chunks[-1].summary.accepted_tokens == chunks[-1].summary.model_cycles == 0
+            if fields in plain:
+                assert chunks[-1].summary.alpha is None
+
+
+async def test_service_permanent_loss_of_the_target_is_unavailable(redis_server, target):
+    stopping = []
+    async with running(redis_server, target.address, "", worker_wait_s=0.5) as orchestrator:
+        request = GenerationRequest(PROMPTS[0], max_tokens=1000, ignore_eos=True)
+        with pytest.raises(UnavailableError, match="no target worker"):
+            await complete(
+                orchestrator, request, lambda count: stopping.append(asyncio.create_task(target.stop()))
+            )
+        await asyncio.gather(*stopping)
+
+
+async def test_service_start_waits_for_redis(redis_server, target, caplog):
+    async with redis_name(redis_server) as (name, url):
+        name.reply = "LOADING Redis is loading the dataset in memory"
+        starting = asyncio.create_task(Orchestrator.start(OrchestratorSettings(redis_url=url)))
+        await until(lambda: "waiting up to 60 s" in caplog.text)
+        assert not starting.done()
+        name.reply = ""
+        async with announced(redis_server.url, target.address, ""):
+            orchestrator = await starting
+            request = GenerationRequest(PROMPTS[0], max_tokens=3, ignore_eos=True)
+            assert len(tokens_of(await complete(orchestrator, request))) == 3
+            await orchestrator.close()
+    assert "responded after" in caplog.text
+    assert urlsplit(url).password
+    assert urlsplit(url).password not in caplog.text
+
+
+@pytest.mark.parametrize("reply", ["NOPERM no permissions", "OOM no memory", "BUSY a script", "ERR a bug"])
+async def test_service_reports_its_status_for_any_redis_reply(redis_server, target, reply):
+    async with announced(redis_server.url, target.address, ""), redis_name(redis_server) as (name, url):
+        orchestrator = await Orchestrator.start(OrchestratorSettings(redis_url=url))
+        name.reply = reply
+        health = {process.role: process.healthy for process in await orchestrator.status()}
+        assert health == {"orchestrator": True, "target": True, "redis": False}
+        name.reply = ""
+
+        async def is_healthy():
+            return all(process.healthy for process in await orchestrator.status())
+
+        assert await until_so(is_healthy)
+        await orchestrator.close()
+
+
+async def test_service_loss_of_redis_fails_the_request_and_frees_the_workers(target):
+    with running_redis() as server:
+        async with running(server, target.address, "") as orchestrator:
+            request = GenerationRequest(PROMPTS[0], max_tokens=1000, ignore_eos=True)
+            with pytest.raises(UnavailableError, match="Redis"):
+                await complete(orchestrator, request, lambda count: server.stop())
+            (redis_status,) = [p for p in await orchestrator.status() if p.role == "redis"]
+            assert not redis_status.healthy
+            await until(lambda: target.released != [])
+
+
+SHORT = GenerationRequest("x = ", max_tokens=12, ignore_eos=True, drafter=DrafterKind.NONE)
+
+
+async def generated(orchestrator, caller, request=SHORT):
+    return [chunk async for chunk in orchestrator.generate(request, caller)]
+
+
 @pytest.mark.slow
-def test_session_that_is_named_must_be_stored():
-    named = {"session_id": "mine"}
-    for fields in (named, {**named, "turn": 1}, {"resume_from": 0}):
-        with pytest.raises(InvalidArgumentError, match="is no session to name or resume") as caught:
-            replace(UNSTORED, **fields).validate()
-        assert caught.value.field == "store"
+async def test_flood_is_rejected_with_a_delay_and_all_slots_are_freed(redis_server, target):
+    settings = {"max_concurrent_requests": 3}
+    async with running(redis_server, target.address, "", **settings) as orchestrator:
+        results = await asyncio.wait_for(
+            asyncio.gather(
+                *(generated(orchestrator, Caller("a")) for _ in range(20)), return_exceptions=True
+            ),
+            60,
+        )
+        refused = [result for result in results if isinstance(result, ResourceExhaustedError)]
+        assert len(refused) == 14
+        assert all(1 <= error.retry_after_s < math.inf for error in refused)
+        assert sum(isinstance(result, list) for result in results) == 6
+        assert (orchestrator.admission.num_running, orchestrator.admission.num_waiting) == (0, 0)
+        assert await generated(orchestrator, Caller("a"))
+
+
+@pytest.mark.slow
+async def test_deadline_ends_a_running_request_and_frees_its_slot(redis_server, target):
+    target.delay_s = 0.1
+    async with running(redis_server, target.address, "") as orchestrator:
+        request = GenerationRequest("x", max_tokens=500, ignore_eos=True, drafter=DrafterKind.NONE)
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceededError):
+            await generated(orchestrator, Caller(deadline=time.monotonic() + 0.5), request)
+        assert time.monotonic() - began < 25, "half of what it would take"
+        assert orchestrator.admission.num_running == 0
+
+
+@pytest.mark.slow
+async def test_deleting_sessions_frees_stored_bytes(redis_server, target, monkeypatch):
+    monkeypatch.setattr(service, "StoreBounds", partial(StoreBounds, total=2**20, tenant_share=0.1))
+    async with running(redis_server, target.address, "") as orchestrator:
+        names = []
+
+        async def fill():
+            for _ in range(100):
+                (*_, last) = await generated(orchestrator, Caller("full"))
+                names.append(last.session_id)
+
+        with pytest.raises(ResourceExhaustedError, match=r"tenant full: .* of 104858 bytes") as refused:
+            await fill()
+        assert 10 < len(names) < 40
+        assert 1 <= refused.value.retry_after_s <= 3600
+        assert len(tokens_of(await generated(orchestrator, Caller("other")))) == 12
+        for name in names[:5]:
+            assert await orchestrator.sessions.delete(name, Caller("full"))
+        assert len(tokens_of(await generated(orchestrator, Caller("full")))) == 12
+        for caller in (Caller("full"), Caller("other")):
+            for info in await orchestrator.sessions.recent(1000, caller):
+                await orchestrator.sessions.delete(info.session_id, caller)

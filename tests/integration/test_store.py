@@ -1,32 +1,52 @@
-"""The session store and its listings, the registry and the private server, on a real Redis."""
+"""The session store and its listings, the registry, clusters that share a Redis, and the private server."""
 
 import asyncio
+import itertools
 import json
 import re
 import subprocess
 import sys
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
 import orchestrator.launcher.redis_server as redis_server
 from gammaray.blocks import TokenLogprobs
-from gammaray.errors import CancelledError, FailedPreconditionError, NotFoundError, UnavailableError
-from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
+from gammaray.errors import (
+    CancelledError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from gammaray.types import (
+    FinishReason,
+    GenerationRequest,
+    ProcessStatus,
+    SamplingParams,
+    SpeculationTotals,
+    TokenOrigin,
+)
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.sessions import SessionState
+from orchestrator import status as presence
 from orchestrator.access.caller import Caller
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.sessions.lifecycle import SessionManager
 from orchestrator.sessions.management import SessionCalls
+from orchestrator.status import Presence
+from orchestrator.storage import registry as registry_module
 from orchestrator.storage.client import MAX_CONNECTIONS, answer, connect
-from orchestrator.storage.keys import DEFAULT_KEYS
-from orchestrator.storage.registry import RedisRegistry
+from orchestrator.storage.keys import DEFAULT_KEYS, Keys
+from orchestrator.storage.registry import RedisRegistry, check_unused
+from orchestrator.storage.response_store import ResponseStore, StoredResponse
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
+from services.process.registry import Announcer
 from tests.support.cycle_helpers import LetterTokenizer
 from tests.support.workers.redis_helpers import wait_until
-from tests.support.workers.scripted_workers import PROMPT, make_session
+from tests.support.workers.scripted_workers import PROMPT, make_session, until_so
 
 pytestmark = [pytest.mark.integration, pytest.mark.each_redis, pytest.mark.usefixtures("empty")]
 
@@ -70,28 +90,6 @@ async def test_store_reads_sessions_up_to_its_own_format(store, redis):
     assert (await store.read("s")).epoch == session.epoch
 
 
-async def test_store_finds_no_session_of_an_earlier_version(store, redis):
-    """Their fields were others; they expire within an hour."""
-    old = {
-        "request": b"r",
-        "prompt": b"",
-        "seed": 1,
-        "max_tokens": 9,
-        "num_top": -1,
-        "turn": 0,
-        "epoch": 1,
-        "size": 0,
-    }
-    await redis.hset("gammaray:session:{s}", mapping={**old, "created": 1, "nonce": "n"})
-    await redis.zadd("gammaray:sessions:", {"s": 2**42})
-    for call in (store.read, store.summary, store.take_over):
-        with pytest.raises(NotFoundError):
-            await call("s")
-    assert await store.recent("", 10) == []
-    assert not await store.delete("s")
-    await store.create(make_session(), b"")
-
-
 async def test_errors_name_a_session_as_its_owner_does(store):
     """Names in the store begin with the tenant."""
     session, gone, other = (make_session(session_id=f"acme:{name}") for name in ("mine", "gone", "other"))
@@ -111,25 +109,13 @@ async def test_errors_name_a_session_as_its_owner_does(store):
     ] == []
 
 
-@pytest.mark.parametrize(
-    ("emitted", "token_ids", "origins"),
-    [
-        pytest.param([1, 2, 3], [2, 4], [ACCEPTED, BONUS], id="other-tokens"),
-        pytest.param([1, 2, 3], [2, 3], [ACCEPTED, CORRECTION], id="other-origins"),
-        pytest.param([1, 2, 4], [4], [BONUS], id="other-last-token"),
-        pytest.param([1, 2, 3, 4, 5], [5], [BONUS], id="a-gap"),
-        pytest.param([1, 2], [1, 2], [ACCEPTED, BONUS], id="older"),
-    ],
-)
-async def test_store_commit_at_the_wrong_place_is_refused(store, emitted, token_ids, origins):
+async def test_store_commit_of_the_same_tokens_with_other_origins_is_refused(store):
+    """test_store_properties.py has commits of other tokens, and at other places."""
     session = make_session()
     await store.create(session, b"")
-    await commit(store, session, [1])
     await commit(store, session, [2, 3], [ACCEPTED, BONUS])
-    session.token_ids = [*PROMPT, *emitted]
     with pytest.raises(FailedPreconditionError, match="does not end at"):
-        await store.append(session, token_ids, origins)
-    assert (await store.read("s")).token_ids == (1, 2, 3)
+        await store.append(session, [2, 3], [ACCEPTED, CORRECTION])
 
 
 async def test_store_owner_of_an_earlier_session_records_no_trace(redis, store):
@@ -187,27 +173,27 @@ class IdsOnly(LetterTokenizer):
         return text
 
 
-@pytest.mark.parametrize("prediction", ["", "as before\n", (3, 4, 5)])
-async def test_store_resumed_session_has_its_prediction_again(store, prediction):
-    async def any_model(name, identity, left_s):
-        pass
+async def any_model(name, identity, left_s):
+    pass
 
+
+@pytest.mark.parametrize("prediction", ["", "as before\n", (3, 4, 5)])
+async def test_store_resumed_choice_has_its_request_again(store, prediction):
     manager = SessionManager(store, IdsOnly(), any_model)
-    request = GenerationRequest(
-        PROMPT, session_id="p", sampling=SamplingParams(seed=1), prediction=prediction
-    )
-    await manager.open(request, 100)
-    again = GenerationRequest((), session_id="p", resume_from=0)
-    assert (await manager.open(again, 100)).request.prediction == prediction
-    assert (await manager.open(replace(request, resume_from=0), 100)).request.prediction == prediction
-    with pytest.raises(FailedPreconditionError, match="another request"):
-        await manager.open(replace(request, resume_from=0, prediction="other"), 100)
+    choice = SamplingParams(sample_index=3)
+    request = GenerationRequest(PROMPT, session_id="p", sampling=choice, stop=("zz",), prediction=prediction)
+    first = (await manager.open(request, 100)).session
+    for again in (GenerationRequest((), session_id="p"), request):
+        opened = await manager.open(replace(again, resume_from=0), 100)
+        assert (opened.request.prediction, opened.request.stop) == (prediction, ("zz",))
+        assert (opened.session.prompt, opened.session.params) == (first.prompt, first.params)
+        assert opened.session.epoch > first.epoch
+    for changed in ({"prediction": "other"}, {"stop": ()}, {"prompt": (9,)}):
+        with pytest.raises(FailedPreconditionError, match="another request"):
+            await manager.open(replace(request, resume_from=0, **changed), 100)
 
 
 async def test_store_session_keeps_its_adapter(store):
-    async def any_model(name, identity, left_s):
-        pass
-
     manager = SessionManager(store, IdsOnly(), any_model, "base")
     request = GenerationRequest(
         PROMPT, model="sql", session_id="p", sampling=SamplingParams(seed=1), max_tokens=1
@@ -305,14 +291,11 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_a_client_holds_a_bounded_number_of_connections_whatever_its_bursts(redis_server):
-    client = connect(redis_server.url)
-    try:
+    async with aclosing(connect(redis_server.url)) as client:
         for _ in range(3):
             await asyncio.gather(*(answer(client.ping()) for _ in range(8 * MAX_CONNECTIONS)))
             held = await answer(client.client_list())
             assert 1 < len(held) <= MAX_CONNECTIONS + 1  # the module's own client has one
-    finally:
-        await client.aclose()
 
 
 NUM_SESSIONS, NUM_TOKENS = 100, 1000
@@ -385,3 +368,80 @@ async def test_summary_equals_the_fields_of_the_session(redis):
     assert await calls.recent(0, Caller(tenant="other")) == []
     with pytest.raises(NotFoundError):
         await store.summary("acme:d")
+
+
+A, B = Keys("prod.gammaray"), Keys("test.gammaray")
+
+
+async def test_clusters_with_prefixes_of_their_own_share_nothing(redis_server, redis):
+    announcers = [Announcer(redis_server.url, "target", f"{keys.prefix}:1", keys.prefix) for keys in (A, B)]
+    try:
+        for keys in (A, B):
+            store = RedisStore(redis, 60, keys=keys)
+            await store.create(make_session("alice:s", 8, 0, (1, 2, 3)), keys.prefix.encode())
+            await ResponseStore(redis, 60, keys=keys).create("alice:r", StoredResponse(b"[]", b"{}"), 10)
+            await RedisRegistry(redis, keys).announce("one", keys.prefix.encode(), 60)
+        for announcer in announcers:
+            await announcer.start()
+        names = {key.decode() for key in await redis.keys()}
+        assert all(name.startswith((f"{A.prefix}:", f"{B.prefix}:")) for name in names), names
+        for keys in (A, B):
+            assert (await RedisRegistry(redis, keys).workers())["target"] == {f"{keys.prefix}:1"}
+            assert await RedisRegistry(redis, keys).orchestrators() == {"one": keys.prefix.encode()}
+            assert await RedisStore(redis, 60, keys=keys).running() == ["alice:s"]
+        store = RedisStore(redis, 60, keys=A)
+        assert (await store.read("alice:s")).request == A.prefix.encode()
+        assert await store.delete("alice:s")
+        assert await ResponseStore(redis, 60, keys=A).delete("alice:r")
+        with pytest.raises(NotFoundError):
+            await store.read("alice:s")
+        assert (await RedisStore(redis, 60, keys=B).read("alice:s")).request == B.prefix.encode()
+        assert [s.session_id for s in await RedisStore(redis, 60, keys=B).recent("alice", 9)] == ["alice:s"]
+        assert await RedisTraceStore(redis, 60, keys=B).append("alice:s", 2**52, b"record")
+    finally:
+        for announcer in announcers:
+            await announcer.withdraw()
+
+
+async def test_second_cluster_with_the_same_keys_is_refused(redis_server, redis, monkeypatch):
+    monkeypatch.setattr(registry_module, "UNUSED_WAIT_S", 0.3)
+    monkeypatch.setattr(registry_module, "LOOK_PERIOD_S", 0.05)
+    registry = RedisRegistry(redis, A)
+    await check_unused(redis_server.url, A)
+    await registry.announce("one", b"state", 60)
+    with pytest.raises(InvalidArgumentError) as refused:
+        await check_unused(redis_server.url, A)
+    assert refused.value.field == "redis_url"
+    assert "GAMMARAY_REDIS_PREFIX" in refused.value.allowed
+    assert "1 orchestrators" in refused.value.allowed
+    assert redis_server.url not in str(refused.value)  # it has a password
+    await check_unused(redis_server.url, B)
+    monkeypatch.setattr(registry_module, "UNUSED_WAIT_S", 30.0)
+    await registry.announce("one", b"state", 0.5)  # of a cluster that was killed
+    await check_unused(redis_server.url, A)
+
+
+def state(pid, cycles=0):
+    totals = SpeculationTotals(cycles=cycles)
+    return ProcessStatus("orchestrator", pid, "", "demo", True, 1, "127.0.0.1:9", speculation_totals=totals)
+
+
+async def test_entries_show_the_present_state_until_the_end_and_expire_unless_renewed(redis, monkeypatch):
+    monkeypatch.setattr(presence, "REFRESH_S", 0.05)
+    cycles = itertools.count()
+    first = Presence(RedisRegistry(redis), lambda: state(1, next(cycles)))
+    other = Presence(RedisRegistry(redis), lambda: state(2))
+
+    async def cycles_after(number):
+        return [one for one in await other.others() if one.speculation_totals.cycles > number]
+
+    await first.start()
+    await other.start()
+    assert await until_so(first.others) == [state(2)]
+    (seen,) = await until_so(lambda: cycles_after(-1))
+    assert await until_so(lambda: cycles_after(seen.speculation_totals.cycles))
+    for key in await redis.keys("gammaray:orchestrator:*"):
+        assert 0 < await redis.pttl(key) <= presence.ENTRY_S * 1e3
+    await first.stop()
+    assert await other.others() == []
+    await other.stop()

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -306,9 +306,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert (list(stored.token_ids), stored.finish_reason) == (model.tokens, model.finish_reason)
 
 
-SETTINGS = settings(suppress_health_check=list(HealthCheck), database=None)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def redis_server(request):
     with running_redis(request.param) as server:
@@ -317,25 +314,7 @@ def redis_server(request):
 
 
 def test_store_accepts_no_stale_commit():
-    run_state_machine_as_test(
-        StoreMachine, settings=settings(SETTINGS, max_examples=30, stateful_step_count=40)
+    limits = settings(
+        max_examples=30, stateful_step_count=40, suppress_health_check=list(HealthCheck), database=None
     )
-
-
-@pytest.mark.parametrize(
-    "guard",
-    ["if tonumber(head[1]) ~= tonumber(epoch) then return -2 end", "if head[2] then return -3 end"],
-    ids=["epoch", "finished"],
-)
-def test_store_check_finds_a_planted_bug(monkeypatch, guard):
-    for name in ("COMMIT", "END"):
-        script = getattr(scripts, name)
-        assert guard in script
-        monkeypatch.setattr(scripts, name, script.replace(guard, ""))
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(
-            StoreMachine,
-            settings=settings(
-                SETTINGS, max_examples=1000, stateful_step_count=40, phases=[Phase.generate], print_blob=False
-            ),
-        )
+    run_state_machine_as_test(StoreMachine, settings=limits)

@@ -125,14 +125,9 @@ async def test_worker_serves_the_targets_vocabulary(target, draft):
         assert list(result.proposal.token_ids) == [letter] * 3
 
 
-@pytest.mark.parametrize("kind", ["missing", "no tokenizer", "no common token"])
-def test_worker_refuses_a_target_that_it_cannot_draft_for(target, tmp_path, kind):
-    path = tmp_path / "other"
-    if kind == "no tokenizer":
-        path = tiny_model("llama", tmp_path, vocab_size=50)
-    elif kind == "no common token":
-        byte_fallback(["αβγ"], num_bytes=0).save_pretrained(path)
-    settings = DraftSettings(model=str(target[0]), target=str(path))
+def test_worker_refuses_a_target_that_it_cannot_draft_for(target, tmp_path):
+    byte_fallback(["αβγ"], num_bytes=0).save_pretrained(tmp_path)
+    settings = DraftSettings(model=str(target[0]), target=str(tmp_path))
     with pytest.raises(InvalidArgumentError) as caught:
         asyncio.run(DraftWorker(settings).start())
     assert caught.value.field == "target"

@@ -5,11 +5,9 @@ import time
 
 import pytest
 
-from gammaray.demo_pair import resolve_model
 from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
 from gammaray.wire.blocks import proposal_from_proto
-from services.engine.native.library import load_kernel
 from services.speculation.proposals import RUN
 from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
 from tests.support.workers.held_engine import HeldEngine, all_read
@@ -151,10 +149,3 @@ async def test_idle_worker_sleeps_when_its_ahead_work_is_done(model):
         ended, forwards_now = await worker.engine.call(cpu_s)
         assert ended - began < 0.05
         assert forwards == forwards_now > 0
-
-
-@pytest.mark.slow
-async def test_draft_worker_computes_with_the_weights_of_its_option():
-    async with running("draft", resolve_model("demo", "draft"), draft_weights="int8") as (link, _):
-        assert (await link.info()).kernel == f"{load_kernel().variant}, int8 weights"
-        assert (await link.ask(propose_block([5, 6, 7], 3))).proposal.token_ids

@@ -5,12 +5,10 @@ import itertools
 
 import pytest
 
-from gammaray.errors import InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import target_service_pb2 as pb
-from services.engine.core.errors import UnsupportedModelError
 from tests.support.engine_helpers import random_tokens, tiny_model
-from tests.support.head_helpers import DATA, bigram_head, bigram_target, changed
+from tests.support.head_helpers import DATA, bigram_head, bigram_target
 from tests.support.workers.workers_helpers import Driver, Headed, running, verify_block
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -175,18 +173,3 @@ async def test_worker_without_a_head_verifies_nothing(bigrams):
         assert await one.generate(10) == await plain(link, params(0.0), 10)
         assert (one.cycles, one.drafted) == (10, 0)
         assert (await link.info()).head == ""
-
-
-async def test_head_that_does_not_fit_stops_the_start(random_target, tmp_path):
-    target = random_target
-    folder = changed("llama", tmp_path, config=lambda stored: {**stored, "norm_after": True})
-    with pytest.raises(UnsupportedModelError, match="'norm_after' is not known"):
-        async with running("target", target, head=str(folder)):
-            pass
-    with pytest.raises(InvalidArgumentError, match=r"head: got .* which does not exist"):
-        async with running("target", target, head=str(tmp_path / "absent")):
-            pass
-    other = tiny_model("llama", tmp_path, vocab_size=50)
-    with pytest.raises(InvalidArgumentError, match=r"head: got .* an ordinary draft model"):
-        async with running("target", target, head=str(other)):
-            pass

@@ -80,6 +80,7 @@ BAD_VERIFIES = {
     "no session": verify_block(PROMPT, session_id=""),
     "session of 10^4 characters": verify_block(PROMPT, session_id="x" * 10**4),
     "21 log-probabilities": verify_block(PROMPT, num_top_logprobs=21),
+    "21 log-probabilities of the prompt": verify_block(PROMPT, num_prompt_logprobs=21),
     "unknown method": verify_block(PROMPT, spec=types.SessionSpec(verification=17)),
     "no seed": verify_block(PROMPT, spec=without_seed()),
     "temperature NaN": verify_block(PROMPT, spec=sampling(temperature=math.nan)),
@@ -117,24 +118,18 @@ async def target(model):
         yield link
 
 
-async def test_bad_verify_blocks_are_rejected_and_the_stream_continues(target):
-    expected = (await target.ask(verify_block(PROMPT, [1, 2], session_id="good"))).verdict
-    for name, block in BAD_VERIFIES.items():
-        answer = await target.ask(block)
-        assert answer.WhichOneof("outcome") == "error", name
-        assert answer.error.code == INVALID_ARGUMENT, (name, answer.error)
-        assert "allowed" in answer.error.message, (name, answer.error)
-        assert len(answer.error.message) < 400, name
-        assert (await target.ask(verify_block(PROMPT, [1, 2], session_id="good"))).verdict == expected, name
-    assert (await target.info()).num_queued == 0
-
-
-async def test_bad_blocks_do_not_affect_good_ones_in_their_frame(target):
+async def test_bad_verify_blocks_are_rejected_and_good_ones_in_their_frame_and_later_are_not(target):
     good = [verify_block(PROMPT, session_id=f"g{index}") for index in range(4)]
     alone = await target.ask(verify_block(PROMPT, session_id="alone"))
     answers = await target.ask(*good[:2], *BAD_VERIFIES.values(), *good[2:])
     assert [a.verdict for a in (*answers[:2], *answers[-2:])] == [alone.verdict] * 4
-    assert all(answer.error.code == INVALID_ARGUMENT for answer in answers[2:-2])
+    for name, answer in zip(BAD_VERIFIES, answers[2:-2], strict=True):
+        assert answer.WhichOneof("outcome") == "error", name
+        assert answer.error.code == INVALID_ARGUMENT, (name, answer.error)
+        assert "allowed" in answer.error.message, (name, answer.error)
+        assert len(answer.error.message) < 400, name
+    assert (await target.ask(verify_block(PROMPT, session_id="after"))).verdict == alone.verdict
+    assert (await target.info()).num_queued == 0
 
 
 async def test_bad_propose_blocks_are_rejected_and_the_stream_continues(model):

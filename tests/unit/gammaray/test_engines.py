@@ -84,12 +84,6 @@ def test_draft_weights_of_a_target_without_a_head_have_no_effect():
         DraftSettings(engine="vllm", draft_weights="int8")
 
 
-def test_engine_of_a_cluster_is_that_of_its_workers():
-    own = role_settings(ClusterSettings(engine="transformers"))
-    assert own["target"]["engine"] == own["draft"]["engine"] == "transformers"
-    assert "engine" not in own["orchestrator"]
-
-
 @pytest.mark.parametrize(
     ("command", "version", "words"),
     [
@@ -115,12 +109,6 @@ def test_processes_refuse_with_one_line_and_exit_code_2(tmp_path, command, versi
     assert ended.stdout == ""
     assert f"engine: got vllm, {words}" in ended.stderr
     assert ended.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("engine", ["auto", "vllm"])
-def test_the_workers_that_draft_learn(engine):
-    roles = role_settings(ClusterSettings(target="t", learn="/l", head="h", engine=engine))
-    assert [roles[role].get("learn") for role in ("target", "draft")] == ["/l", None]
 
 
 WITH_KEYS = {"target": "t", "head": "h", "api_keys_file": "k"}
@@ -170,6 +158,5 @@ def test_targets_alone_get_the_adapters_of_a_cluster(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sql").mkdir()
     roles = role_settings(ClusterSettings(lora="sql=sql,legal=owner/legal", engine="vllm"))
-    assert roles["target"]["lora"] == f"sql={tmp_path / 'sql'},legal=owner/legal"
-    assert "lora" not in roles["draft"]
-    assert "lora" not in roles["orchestrator"]
+    found = {role: fields["lora"] for role, fields in roles.items() if "lora" in fields}
+    assert found == {"target": f"sql={tmp_path / 'sql'},legal=owner/legal"}

@@ -15,6 +15,7 @@ from orchestrator import grammar_checks
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.grammar_checks import GrammarChecks
 from orchestrator.text.tokenizer import Tokenizer
+from tests.support.workers.scripted_workers import until
 
 pytestmark = pytest.mark.slow
 
@@ -28,30 +29,13 @@ def endless(number: int = 0) -> str:
     )
 
 
-class Submitted(list[str]):
-    """Grammars; `wait_for` waits until there are that many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._event = asyncio.Event()
-
-    def add(self, grammar: str) -> None:
-        self.append(grammar)
-        self._event.set()
-
-    async def wait_for(self, count: int) -> None:
-        while len(self) < count:
-            self._event.clear()
-            await self._event.wait()
-
-
 @pytest.fixture
 def submitted(monkeypatch):
     """The grammars of which a check began, in order."""
-    found, submit = Submitted(), CheckPool.submit
+    found, submit = [], CheckPool.submit
 
     def recording(self, check):
-        found.add(check.grammar)
+        found.append(check.grammar)
         return submit(self, check)
 
     monkeypatch.setattr(CheckPool, "submit", recording)
@@ -121,7 +105,7 @@ def test_endless_grammars_of_one_tenant_do_not_keep_another_waiting(checking, su
         hostile = [
             asyncio.create_task(checks.check(endless(number), Caller("hostile"))) for number in range(4)
         ]
-        await submitted.wait_for(1)
+        await until(lambda: submitted)
         await checks.check('start: "a"', Caller("other"))
         # The hostile tenant has one place, however many grammars wait.
         assert sum(task.done() for task in hostile) < len(hostile)
@@ -148,7 +132,7 @@ def test_cancellation_frees_the_place(checking, submitted):
     async def test(checks):
         await checks.check('start: "a"', ANONYMOUS)
         tasks = [asyncio.create_task(checks.check(endless(number), Caller("t"))) for number in range(20)]
-        await submitted.wait_for(2)
+        await until(lambda: len(submitted) == 2)
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -162,7 +146,7 @@ def test_cancellation_frees_the_place(checking, submitted):
 def test_request_of_a_cancelled_one_s_grammar_checks_it_itself(checking, submitted):
     async def test(checks):
         first = asyncio.create_task(checks.check(endless(), ANONYMOUS))
-        await submitted.wait_for(1)
+        await until(lambda: submitted)
         second = asyncio.create_task(checks.check(endless(), ANONYMOUS))
         await asyncio.sleep(0)
         first.cancel()

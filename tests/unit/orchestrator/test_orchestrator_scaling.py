@@ -1,5 +1,7 @@
-"""The number of orchestrators, and the configuration for Serve."""
+"""Orchestrators in Serve: their number and configuration, their log, and the leases that they renew."""
 
+import asyncio
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +10,11 @@ from ray.serve.config import AutoscalingConfig
 
 from gammaray.config import PoolSize, ScalingSettings
 from gammaray.deploy.serve_config import OrchestratorArguments, autoscaling_config
-from orchestrator.app import orchestrator
+from orchestrator.app import is_true, orchestrator
 from orchestrator.scaling_policy import IN_FLIGHT, OrchestratorPolicy, wanted_orchestrators
+from orchestrator.sessions import leases
+from orchestrator.sessions.leases import LeaseManager
+from tests.support.workers.scripted_workers import make_session, until
 
 SETTINGS = ScalingSettings(orchestrator_load=10)
 
@@ -76,3 +81,48 @@ def test_wrong_threshold_is_refused_where_the_application_is_built():
 def test_number_out_of_bounds_is_refused(bad):
     with pytest.raises(ValidationError, match="replicas"):
         OrchestratorArguments(settings={}, replicas=bad)
+
+
+class FailingStore:
+    def __init__(self, error: Exception) -> None:
+        self.error, self.num_renewals = error, 0
+
+    async def renew(self, _session) -> None:
+        self.num_renewals += 1
+        raise self.error
+
+    async def running(self) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the handler is closed"), TypeError("a bug")])
+async def test_renewals_go_on_after_an_unexpected_error(monkeypatch, caplog, error):
+    monkeypatch.setattr(leases, "LEASE_S", 0.03)
+    store = FailingStore(error)
+    manager = LeaseManager(store, lambda *_: None)
+    manager.start()
+    with manager.holding(make_session()):
+        await until(lambda: store.num_renewals >= 3)
+    await asyncio.wait_for(manager.close(), 10)
+    assert any(str(error) in str(record.exc_info[1]) for record in caplog.records if record.exc_info)
+
+
+@pytest.mark.parametrize(
+    ("message", "kept"),
+    [
+        ("CALL gammaray OK 30008.1ms", False),
+        ("10.0.0.7 CALL gammaray CANCELLED 12.0ms", False),
+        ("CALL failed: UNAVAILABLE", True),
+        ("COMPLETION unavailable 30008.1ms", True),
+        ("POST /v1/completions 503 30008.1ms", True),
+    ],
+)
+def test_calls_without_an_outcome_are_left_out(message, kept):
+    assert is_true(logging.LogRecord("ray.serve", logging.INFO, "", 0, message, (), None)) is kept
+
+
+@pytest.mark.parametrize(("end", "kept"), [(GeneratorExit, False), (RuntimeError, True), (None, True)])
+def test_client_that_leaves_is_no_error(end, kept):
+    error = (end, end(), None) if end else None
+    record = logging.LogRecord("ray.serve", logging.ERROR, "", 0, "Request failed.", (), error)
+    assert is_true(record) is kept

@@ -1,7 +1,6 @@
-"""CI begins as on a bare machine, and tests send Ctrl-C to programs wherever they run."""
+"""CI begins as on a bare machine."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,20 +52,3 @@ def test_bare_machine_keeps_other_programs_python_and_the_status(machine):
     done = subprocess.run(command, env=machine, check=False, timeout=WAIT_S, capture_output=True, text=True)
     assert done.returncode == 7
     assert done.stdout.splitlines()[-1] == machine.get("PYTHON", sys.executable)
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-def test_programs_that_tests_start_are_interrupted_where_sigint_is_ignored(ignored):
-    code = (
-        "import signal, subprocess, sys\n"
-        f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "import tests.conftest\n"
-        "code = 'import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)'\n"
-        "subprocess.run([sys.executable, '-c', code], check=True)\n"
-        "if sys.argv[1:]: signal.raise_signal(signal.SIGINT)\n"
-    )
-    # Where these tests themselves are started with SIGINT ignored, this process has a handler by now.
-    assert signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-    command = [sys.executable, "-c", code, *(["raise"] if ignored else [])]
-    done = subprocess.run(command, cwd=ROOT, check=True, timeout=WAIT_S, capture_output=True, text=True)
-    assert done.stdout == "True\n"

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,53 +64,25 @@ def uses_of(path: Path) -> Iterator[Use]:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
     if not any(name.name == "re" for node in imports for name in node.names):
         return
-    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     place = str(path.relative_to(ROOT))
+    module = vars(importlib.import_module(place.removesuffix(".py").replace("/", ".")))
+    named = {name: value for name, value in module.items() if isinstance(value, re.Pattern)}
+    without_use, with_name = set(named), [node.value for node in tree.body if isinstance(node, ast.Assign)]
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        owner, method = node.func.value, node.func.attr
-        if not isinstance(owner, ast.Name):
-            continue
-        if owner.id == "re" and method in METHODS:
-            made = evaluated(ast.Call(ast.Attribute(owner, "compile", ast.Load()), *compiling(node)), module)
-            yield Use(made, method, f"{place}:{node.lineno}")
-        elif owner.id == "re" and method == "compile" and not is_constant(node.args[0]):
-            for used in ("search", "sub"):
-                yield Use(MADE[place], used, f"{place}:{node.lineno}")
-        elif owner.id == "re" and method == "compile":
-            made = evaluated(node, module)
-            names = [name for name, value in vars(module).items() if isinstance(value, re.Pattern)]
-            names = [name for name in names if getattr(module, name) == made]
-            assert names, f"{place}:{node.lineno}: an expression without a name in the module is not tested"
-            methods = {one.func.attr for one in ast.walk(tree) if is_use(one, names)}
-            for used in sorted(methods or METHODS):
-                yield Use(made, used, f"{place}:{node.lineno}")
-
-
-def is_constant(node: ast.expr) -> bool:
-    """Return whether an expression is the same at each run: it has no calls of functions."""
-    return not any(isinstance(one, ast.Call) for one in ast.walk(node))
-
-
-def compiling(node: ast.Call) -> tuple[list[ast.expr], list[ast.keyword]]:
-    """Return the arguments of the expression alone: without the text, and with the flags."""
-    flags = [one for one in node.keywords if one.arg == "flags"]
-    further = [one for one in node.args[2:] if isinstance(one, ast.Attribute)]
-    return [node.args[0], *further], flags
-
-
-def is_use(node: ast.AST, names: list[str]) -> bool:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return False
-    owner = node.func.value
-    return node.func.attr in METHODS and isinstance(owner, ast.Name) and owner.id in names
-
-
-def evaluated(node: ast.expr, module: Any) -> re.Pattern[str]:
-    expression = ast.fix_missing_locations(ast.Expression(node))
-    made: re.Pattern[str] = eval(compile(expression, "<source>", "eval"), vars(module))
-    return made
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("re"), "compile")) if node not in with_name:
+                # Without a name in its module an expression is not tested, unless it is among these.
+                yield from (Use(MADE[place], used, f"{place}:{node.lineno}") for used in ("search", "sub"))
+            case ast.Call(ast.Attribute(ast.Name("re"), method), [pattern, *_], keywords) if (
+                method in METHODS
+            ):
+                given = [pattern, *(one.value for one in keywords if one.arg == "flags")]
+                made = re.compile(*(eval(ast.unparse(one), module) for one in given))
+                yield Use(made, method, f"{place}:{node.lineno}")
+            case ast.Call(ast.Attribute(ast.Name(name), method)) if name in named and method in METHODS:
+                without_use.discard(name)
+                yield Use(named[name], method, f"{place}:{node.lineno}")
+    yield from (Use(named[name], method, place) for name in without_use for method in METHODS)
 
 
 @cache

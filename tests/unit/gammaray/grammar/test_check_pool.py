@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 
@@ -17,12 +16,11 @@ from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.grammar import check_pool
 from gammaray.grammar.check_pool import CheckPool, GrammarCheck
 from tests.support.small_files import no_descriptors
+from tests.support.workers.redis_helpers import wait_until
 
 pytestmark = pytest.mark.slow
 
 ENDLESS = 'start: %json {"type": ["string", "integer"], "multipleOf": 2147483647}'
-END_S = 60.0
-"""Longest wait for another process."""
 
 
 @cache
@@ -58,13 +56,6 @@ def limits(monkeypatch):
 def children() -> list[psutil.Process]:
     processes = psutil.Process().children()
     return [one for one in processes if "gammaray.grammar.check_process" in one.cmdline()]
-
-
-def wait_until(is_true) -> None:
-    deadline = time.monotonic() + END_S
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_grammars_are_checked(make_pool):
@@ -153,7 +144,7 @@ def test_cancelled_check_ends_its_process(make_pool):
     wait_until(result.running)
     check.cancel()
     with pytest.raises(check_pool.CancelledError):
-        result.result(END_S)
+        result.result(60)
     pool.check('start: "b"')
     assert first not in children()
 

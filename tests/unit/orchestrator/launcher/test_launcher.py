@@ -1,4 +1,4 @@
-"""The launcher's checks before anything starts, its options, and the cleanup of its processes."""
+"""The launcher: its checks, the signals that stop it, and the cleanup of its processes."""
 
 import json
 import os
@@ -18,12 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gammaray.config import ClusterSettings, PoolSize
-from gammaray.deploy.serve_config import role_settings
+from gammaray.config import ClusterSettings
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from orchestrator.launcher import cluster
 from orchestrator.launcher.cluster import private_directory, serve_environment, serve_errors
-from orchestrator.launcher.options import parse_options
 from orchestrator.launcher.preflight import check_models, check_port, gpu_share, vocab_size, worker_gpus
 from orchestrator.launcher.reaper import MARK, children_named, end_marked, marked, runs
 from orchestrator.launcher.signals import StopSignals
@@ -33,33 +31,6 @@ def model(folder, **config):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
-
-
-def test_given_options_are_applied(monkeypatch):
-    monkeypatch.setenv("GAMMARAY_GRPC_PORT", "9100")
-    line = "--target a --draft b --draft-workers 0:2 --target-workers 3 --orchestrators 4 --http-port 81"
-    options = parse_options(f"{line} --redis-url redis://h:1/0 --deterministic --wait-ready".split())
-    cluster = options.cluster
-    assert (cluster.target, cluster.draft) == ("a", "b")
-    sizes = cluster.draft_workers, cluster.target_workers
-    assert (*sizes, cluster.orchestrators) == (PoolSize(0, 2), PoolSize(3), 4)
-    assert (cluster.http_port, cluster.grpc_port, cluster.redis_url) == (81, 9100, "redis://h:1/0")
-    assert cluster.deterministic
-    assert options.wait_ready
-
-
-@pytest.mark.parametrize(
-    ("line", "field"),
-    [
-        *(("--http-port 0", "http_port"), ("--http-port x", "http_port"), ("--device tpu", "device")),
-        *(("--draft-workers -1", "draft_workers"), ("--draft-workers 3:1", "draft_workers")),
-        *(("--target-workers 0:2", "target_workers"), ("--target=", "target")),
-    ],
-)
-def test_options_out_of_bounds_are_refused_by_name(line, field):
-    with pytest.raises(InvalidArgumentError) as caught:
-        parse_options(line.split())
-    assert caught.value.field == field
 
 
 def test_port_that_is_taken_is_refused_by_number():
@@ -75,11 +46,6 @@ def test_vocabularies_that_differ_are_noted_with_both_sizes(tmp_path):
     assert check_models(target, target) == []
     (note,) = check_models(target, draft)
     assert "500 token ids and the target 2048" in note
-
-
-def test_draft_workers_know_the_target_where_it_is_another_model():
-    assert "target" not in role_settings(ClusterSettings())["draft"]
-    assert role_settings(ClusterSettings(target="t", draft="early-exit:2"))["draft"]["target"] == "t"
 
 
 def test_vocabulary_of_a_multimodal_model_is_that_of_its_text(tmp_path):
@@ -317,3 +283,70 @@ def test_last_errors_of_serve_are_found(tmp_path):
         "proxy.log: proxy -- reload failed",
         "controller.log: controller -- 4",
     ]
+
+
+SCRIPT = """
+import os, signal, sys
+from orchestrator.launcher.signals import Stop, StopSignals
+signals = StopSignals()
+signals.take()
+"""
+
+
+def run(body):
+    """Run a script that has taken the signals, in a process of its own."""
+    return subprocess.run([sys.executable, "-c", SCRIPT + body], capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signal_stops_once_and_nothing_is_printed_afterwards(name):
+    done = run(f"""
+try:
+    os.kill(os.getpid(), signal.{name})
+except Stop:
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("noise")
+    print("noise", file=sys.stderr)
+    os.system("echo noise; echo noise >&2")
+    sys.exit(7 if signals.came else 8)
+""")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+
+
+STOPPED = {
+    "a stop that a library swallows is raised by the next check": """
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except BaseException:
+    pass
+try:
+    signals.check()
+except Stop:
+    sys.exit(7)
+""",
+    "handlers are kept while a library sets its own": """
+with signals.kept():
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(9))
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+os.kill(os.getpid(), signal.SIGUSR1)
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except Stop:
+    sys.exit(7)
+""",
+    "a held signal is delivered afterwards": """
+try:
+    with signals.held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not signals.came
+        held = True
+except Stop:
+    sys.exit(7 if held else 8)
+""",
+}
+
+
+@pytest.mark.parametrize("body", STOPPED.values(), ids=STOPPED)
+def test_signal_is_never_lost(body):
+    assert run(body).returncode == 7

@@ -1,6 +1,7 @@
 """Versions of a head that take turns in an engine that has room for one."""
 
 import itertools
+from contextlib import closing
 
 from gammaray.learning.folder import LearningFolder
 from services.engine.core.errors import EngineLostError
@@ -17,8 +18,8 @@ def head_of(path, swap):
 
 def test_a_candidate_drafts_for_a_third_of_the_turns_and_a_promoted_version_for_all(tmp_path):
     swaps = []
-    head, store = head_of(tmp_path, swaps.append), LearningFolder(tmp_path).store("open")
-    try:
+    store = LearningFolder(tmp_path).store("open")
+    with closing(head_of(tmp_path, swaps.append)) as head:
         head.take_turns(0.0)
         assert (head.number, swaps) == (0, [])
         publish(store)
@@ -36,16 +37,14 @@ def test_a_candidate_drafts_for_a_third_of_the_turns_and_a_promoted_version_for_
         assert all(one != other for one, other in itertools.pairwise(swaps)), "only changes load"
         store.promote(1)
         wait_until(lambda: share() == 1)
-    finally:
-        head.close()
 
 
 def test_a_version_that_loses_the_engine_is_rolled_back_before_the_worker_starts_again(tmp_path):
     def swap(directory):
         raise EngineLostError("out of memory")
 
-    head, store = head_of(tmp_path, swap), LearningFolder(tmp_path).store("open")
-    try:
+    store = LearningFolder(tmp_path).store("open")
+    with closing(head_of(tmp_path, swap)) as head:
         publish(store)
         store.promote(1)
 
@@ -59,5 +58,3 @@ def test_a_version_that_loses_the_engine_is_rolled_back_before_the_worker_starts
         wait_until(is_lost)
         assert store.read().stable == 0
         assert "out of memory" in store.read().versions[0].reason
-    finally:
-        head.close()

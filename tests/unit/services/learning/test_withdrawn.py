@@ -1,21 +1,25 @@
-"""Workers beside `gammaray drafters forget`, files that cannot be read, and clocks that are wrong."""
+"""Streams on disk: what is kept, bounds, deletion beside working workers, and files that cannot be read."""
 
+import hashlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
 from gammaray.cli import main
 from gammaray.learning.folder import LearningFolder, RecordName
-from services.learning.records import MAX_AGE_S, MAX_FILES, Buffer, Recorder
+from services.learning.records import MAX_AGE_S, MAX_FILES, MAX_POSITIONS, Buffer, Recorder
 from services.learning.versions import MAX_DRAFTERS, LoadedDrafters
 from tests.support.learning_helpers import ended, publish, records
+from tests.support.small_files import largest_file
 from tests.support.workers.redis_helpers import wait_until
 
 OTHER_UID = 65534
@@ -110,8 +114,7 @@ def test_consents_that_cannot_be_read_are_none(folder, moment, caplog):
     folder.store("tenant-acme").promote(1)
     if moment == "start":
         (folder.path / "tenants.json").write_text("{")
-    versions = LoadedDrafters("base", lambda directory: directory, folder)
-    try:
+    with closing(LoadedDrafters("base", lambda directory: directory, folder)) as versions:
         if moment == "later":
             wait_until(lambda: versions.begin("acme:0", 10).number == 1)
             began = versions.begin("acme:1", 10)
@@ -122,37 +125,29 @@ def test_consents_that_cannot_be_read_are_none(folder, moment, caplog):
         if moment == "later":
             record(versions, "acme:1", began)
         assert versions.begin("free", 10).name is None
-    finally:
-        versions.close()
     assert not records(folder.path, "tenant-acme")
     assert sum("tenants.json cannot be read" in one.message for one in caplog.records) <= 2, "not each look"
     assert folder.store("tenant-acme").directory(1).is_dir(), "nothing is deleted for a damaged file"
 
 
 def test_stream_that_waits_for_the_disk_is_not_kept_after_its_tenant_withdrew_and_agreed_again(folder):
-    versions = LoadedDrafters("base", str, folder)
-    try:
+    with closing(LoadedDrafters("base", str, folder)) as versions:
         before = versions.begin("acme:1", 10)
         folder.forget("acme")
         folder.consent("acme", "own")
         record(versions, "acme:1", before)
         wait_until(lambda: versions.begin("acme:2", 10).consent == folder.read().number_of("acme"))
         record(versions, "acme:2")
-    finally:
-        versions.close()
     assert len(records(folder.path, "tenant-acme")) == 1
 
 
 def test_deleted_session_leaves_also_from_the_drafter_that_served_its_tenant_before(folder):
-    versions = LoadedDrafters("base", str, folder)
-    try:
+    with closing(LoadedDrafters("base", str, folder)) as versions:
         record(versions, "acme:1")
         wait_until(lambda: records(folder.path, "tenant-acme"))
         folder.consent("acme", "shared")
         versions.forget("acme:1")
         wait_until(lambda: not records(folder.path, "tenant-acme"))
-    finally:
-        versions.close()
 
 
 def stream(records, age_s=0, tenant="", mtime_age_s=0, name=None):
@@ -179,7 +174,7 @@ def stream(records, age_s=0, tenant="", mtime_age_s=0, name=None):
 )
 def test_what_is_odd_or_old_goes_and_the_rest_stays(tmp_path, odd):
     odd = {"mtime_age_s": 0, **odd}
-    kept = stream(tmp_path / "records", age_s=60)
+    kept = stream(tmp_path / "records", age_s=MAX_AGE_S - 60)
     gone = stream(tmp_path / "records", **odd)
     (tmp_path / "records" / "folder").mkdir()
     recorder = Recorder()
@@ -218,14 +213,11 @@ def test_one_bad_drafter_harms_no_other(folder):
             raise MemoryError("no memory")
         return directory
 
-    versions = LoadedDrafters("base", load, folder)
-    try:
+    with closing(LoadedDrafters("base", load, folder)) as versions:
         wait_until(lambda: folder.store("shared").read().versions[0].status == "rolled back")
         wait_until(lambda: not old.exists())
         drafted = {versions.begin(f"acme:{number}", 10).number for number in range(40)}
         assert drafted == {0, 1}
-    finally:
-        versions.close()
 
 
 def test_versions_of_the_tenants_that_were_served_last_are_loaded(folder, monkeypatch):
@@ -236,11 +228,130 @@ def test_versions_of_the_tenants_that_were_served_last_are_loaded(folder, monkey
         publish(folder.store(f"tenant-{name}"), tenants=[name])
         folder.store(f"tenant-{name}").promote(1)
     loaded = []
-    versions = LoadedDrafters("base", lambda directory: loaded.append(directory) or directory, folder)
-    try:
+
+    def load(directory):
+        loaded.append(directory)
+        return directory
+
+    with closing(LoadedDrafters("base", load, folder)) as versions:
         wait_until(lambda: len(loaded) == MAX_DRAFTERS)
         wait_until(lambda: versions.begin(f"{names[-1]}:1", 10).number == 1)
         drafted = [versions.choose(f"tenant-{name}", ("x", 0))[0] for name in names]
         assert sum(drafted) <= MAX_DRAFTERS
-    finally:
-        versions.close()
+
+
+def states(start, end):
+    """States that are the numbers of their positions."""
+    return torch.arange(start, end, dtype=torch.float32)[:, None, None].expand(-1, 2, 3)
+
+
+def positions(buffer):
+    start, found = buffer.states()
+    assert start == buffer.start
+    return found[:, 0, 0].float().tolist()
+
+
+def test_buffer_follows_roll_backs_and_gaps():
+    buffer = Buffer()
+    buffer.take(4, states(4, 8))
+    buffer.take(8, states(8, 9))
+    assert positions(buffer) == [4, 5, 6, 7, 8]
+    buffer.take(6, states(6, 10))
+    assert positions(buffer) == [4, 5, 6, 7, 8, 9]
+    buffer.take(4, states(4, 5))
+    assert positions(buffer) == [4]
+    buffer.take(20, states(20, 22))
+    assert positions(buffer) == [20, 21]
+
+
+def test_buffer_is_bounded():
+    buffer = Buffer()
+    for start in range(0, 6000, 500):
+        buffer.take(start, states(start, start + 500))
+    assert MAX_POSITIONS <= len(positions(buffer)) < MAX_POSITIONS + 500
+    buffer.take(6000, states(6000, 9000))
+    assert len(positions(buffer)) == MAX_POSITIONS
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    monkeypatch.setattr("services.learning.records.MAX_BYTES", 20_000)
+    recorder = Recorder()
+    yield recorder
+    recorder.close()
+
+
+def files(folder, recorder):
+    recorder.close()
+    return sorted(folder.glob("*.npz"), key=RecordName.parse)
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 49), (0, 50), (30, 49), (0, 40)])
+def test_states_belong_to_the_tokens_of_their_positions(tmp_path, recorder, first, end):
+    """The state of a position is that of its token, also if the last token has none, or one."""
+    buffer = Buffer()
+    buffer.take(first, states(first, end))
+    recorder.record(tmp_path, "acme", ended("session", range(50), 10), buffer)
+    (path,) = files(tmp_path, recorder)
+    with np.load(path) as stored:
+        found = torch.from_numpy(stored["states"]).view(torch.bfloat16)[:, 0, 0]
+        tokens = stored["token_ids"].tolist()
+        assert float(stored["temperature"]) == 0.5
+        num_prompt = int(stored["num_prompt"])
+    assert found.tolist() == tokens[:-1]
+    assert tokens[0] == first
+    assert tokens[num_prompt] == max(10, first + 1)
+    name = RecordName.parse(path)
+    assert (name.tenant, name.num_answer) == ("acme", len(tokens) - num_prompt)
+
+
+def test_short_streams_are_not_kept_and_old_ones_go(tmp_path, recorder):
+    def record(name, count):
+        buffer = Buffer()
+        buffer.take(0, states(0, count))
+        recorder.record(tmp_path, "", ended(name, range(count), 10), buffer)
+
+    record("short", 20)
+    for number in range(20):
+        record(f"session {number}", 200)
+        time.sleep(0.001)
+    kept = files(tmp_path, recorder)
+    assert 2 <= len(kept) < 20
+    assert sum(path.stat().st_size for path in kept) <= 20_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in kept)
+
+
+def test_full_disk_costs_a_stream_and_leaves_no_part_of_it(tmp_path, recorder, caplog):
+    buffer = Buffer()
+    buffer.take(0, states(0, 50))
+    with largest_file(100):
+        recorder.record(tmp_path, "", ended("a", range(50), 10), buffer)
+        wait_until(lambda: caplog.records)
+    assert not list(tmp_path.iterdir())
+    recorder.record(tmp_path, "", ended("b", range(50), 10), buffer)
+    assert len(files(tmp_path, recorder)) == 1
+
+
+def test_what_a_killed_worker_wrote_of_a_stream_leaves_with_its_session_or_tenant(tmp_path, recorder):
+    folder = LearningFolder(tmp_path)
+    folder.consent("acme", "own")
+    records = tmp_path / "tenant-acme" / "records"
+    records.mkdir(parents=True)
+    digest = hashlib.sha256(b"acme:a").hexdigest()[:16]
+    for session in (digest, "0" * 16):
+        (records / str(RecordName(time.time_ns(), "acme", session, 20))).with_suffix(".new").write_bytes(b"")
+    recorder.forget(records, "acme:a")
+    recorder.close()
+    (left,) = records.iterdir()
+    assert RecordName.parse(left).session != digest
+    folder.forget("acme")
+    assert not list(records.iterdir())
+
+
+def test_deleted_session_leaves_also_if_it_waits_for_the_disk(tmp_path, recorder):
+    buffer = Buffer()
+    buffer.take(0, states(0, 50))
+    for name in ("a", "b", "a"):
+        recorder.record(tmp_path, "", ended(name, range(50), 10), buffer)
+    recorder.forget(tmp_path, "a")
+    assert len(files(tmp_path, recorder)) == 1

@@ -1,5 +1,6 @@
-"""What settings, configurations and tokenizers rule out is refused before weights are read."""
+"""Settings, models, tokenizers and heads that rule a worker out are refused before weights are read."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -11,12 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.demo_pair import resolve_model
-from gammaray.errors import GammarayError
+from gammaray.errors import GammarayError, InvalidArgumentError
 from services.draft_worker.worker import DraftWorker
+from services.engine.core.errors import UnsupportedModelError
+from services.heads.loading import names_head
+from services.own.head_loading import check_local_drafter
+from services.process.addresses import check_announced
 from services.process.main import EXIT_BAD_SETTINGS, run
 from services.target_worker.worker import TargetWorker
 from tests.support.engine_helpers import tiny_model
-from tests.support.head_helpers import DATA
+from tests.support.head_helpers import DATA, VARIANTS, as_official, bigram_head, bigram_target, changed
+from tests.support.medusa_helpers import random_heads, write_own
 
 REDIS = "redis://127.0.0.1:1/0"
 
@@ -103,3 +109,101 @@ def test_processes_refuse_before_they_import_a_worker(capsys, argv, words):
     assert run("worker", TargetSettings, "no.such.module:Worker", argv) == EXIT_BAD_SETTINGS
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(words, line), line
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heads")
+    target = bigram_target(folder / "target")
+    heads = [*(DATA / variant for variant in VARIANTS), as_official(folder / "official")]
+    return target, [*heads, bigram_head(folder / "exact", target)]
+
+
+def test_heads_are_told_from_models(folders, tmp_path):
+    target, heads = folders
+    for name in (*heads, target, tiny_model("llama", tmp_path)):
+        assert names_head(str(name)) == (name in heads)
+    for name in ("demo", "early-exit:3", "absent/model", "a/b/c", "./absent", "/absent"):
+        assert not names_head(name)
+
+
+EAGLE, MEDUSA, DFLASH = "an EAGLE-1 or EAGLE-2 head", "a Medusa head", "a DFlash head"
+
+
+@pytest.mark.parametrize(
+    ("config", "served_by_vllm"),
+    [
+        ({"speculators_model_type": "eagle3"}, ""),
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, ""),
+        ({"speculators_model_type": "eagle"}, EAGLE),
+        ({"model_type": "eagle"}, EAGLE),
+        ({"model_type": "llama", "num_hidden_layers": 1}, EAGLE),
+        ({"speculators_model_type": "dflash"}, DFLASH),
+        ({"architectures": ["DFlashDraftModel"], "dflash_config": {}}, DFLASH),
+        ({"model_type": "medusa"}, MEDUSA),
+        ({"medusa_num_heads": 3}, MEDUSA),
+    ],
+)
+def test_a_head_is_refused_as_a_draft_and_by_an_engine_that_does_not_serve_it(
+    config, served_by_vllm, folders, tmp_path
+):
+    target = str(folders[0])
+    head = str(changed("llama", tmp_path, config=lambda _: config))
+    draft = DraftWorker(DraftSettings(model=head, target=target))
+    with pytest.raises(
+        InvalidArgumentError, match=r"model: got .*, a head, allowed: a draft model; .* --head"
+    ):
+        asyncio.run(draft.start())
+    words = (
+        f"it is {served_by_vllm}, served by the engine vllm only" if served_by_vllm else "cannot be served"
+    )
+    with pytest.raises(UnsupportedModelError, match=words):
+        check_local_drafter(TargetSettings(model=target, head=head))
+
+
+def test_medusa_heads_in_files_of_their_own_are_refused(folders, tmp_path):
+    """In the format of FasterDecoding/Medusa, which has no model.safetensors."""
+    target = folders[0]
+    settings = TargetSettings(model=str(target), head=str(write_own(tmp_path / "m", random_heads(target))))
+    with pytest.raises(UnsupportedModelError, match=f"it is {MEDUSA}, served by the engine vllm only"):
+        check_local_drafter(settings)
+
+
+# A documentation network (RFC 5737): no host has such an address, and nothing is sent to it.
+ELSEWHERE = "redis://:secret@192.0.2.1:6379/0"
+
+
+@pytest.mark.parametrize(
+    ("listen", "redis_url", "host"),
+    [
+        ("127.0.0.1:0", "redis://127.0.0.1:6379", ""),
+        ("127.0.0.1:0", "redis://localhost", ""),
+        ("[::1]:0", "redis://[::1]:6379", ""),
+        ("127.0.0.1:0", "unix:///run/redis.sock", ""),
+        ("127.0.0.1:0", "redis+sentinel://127.0.0.1:1,localhost:2/main", ""),
+        ("10.77.0.3:50051", ELSEWHERE, ""),
+        ("target:50051", ELSEWHERE, ""),
+        ("0.0.0.0:50051", ELSEWHERE, "10.77.0.3"),  # a Ray node's address is announced
+        ("127.0.0.1:0", ELSEWHERE, "127.0.0.1"),  # a Ray cluster of this machine alone
+    ],
+)
+def test_address_that_orchestrators_can_dial_is_announced(listen, redis_url, host):
+    check_announced(listen, redis_url, host)
+
+
+@pytest.mark.parametrize(
+    ("listen", "redis_url", "host", "words"),
+    [
+        ("127.0.0.1:0", ELSEWHERE, "", r"such as [0-9.]+:50051, since Redis is on 192\.0\.2\.1|dial, since"),
+        ("127.0.0.1:7000", ELSEWHERE, "", "got 127.0.0.1:7000, allowed: an address of this machine"),
+        ("[::1]:0", "redis://192.0.2.1", "", "since Redis is on 192.0.2.1"),
+        ("localhost:0", "redis+sentinel://127.0.0.1:1,192.0.2.1:2/main", "", "since Redis is on 192.0.2.1"),
+        ("127.0.0.1:0", "redis://no.such.name.invalid", "", "since Redis is on no.such.name.invalid"),
+        ("0.0.0.0:0", "redis://127.0.0.1", "", "got 0.0.0.0:0, allowed: an address of this machine"),
+        ("[::]:0", ELSEWHERE, "", r"got \[::\]:0, allowed: an address of this machine"),
+        ("127.0.0.1:0", ELSEWHERE, "10.77.0.3", "since Redis is on 192.0.2.1"),
+    ],
+)
+def test_address_that_others_cannot_dial_is_refused(listen, redis_url, host, words):
+    with pytest.raises(InvalidArgumentError, match=f"listen: .*({words})"):
+        check_announced(listen, redis_url, host)

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
-from tests.support.http_helpers import CHAT, complete, events
+from orchestrator.text.tokenizer import Tokenizer
+from tests.support.http_helpers import CHAT, call, complete, events
 from tests.support.openapi_helpers import check_refused, request_schema, validator
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.tool_helpers import BODY_TOOLS
@@ -73,8 +75,6 @@ async def test_null_is_absent_in_fields_that_are_not_supported():
 # Fields, the field that the error names, and whether the document forbids them as well.
 WRONG = {
     "format without type": ({FORMAT: {}}, f"{FORMAT}.type", True),
-    "format of another type": ({FORMAT: {"type": "structural_tag"}}, f"{FORMAT}.type", True),
-    "format with more": ({FORMAT: {"type": "text", "format": 1}}, f"{FORMAT}.format", True),
     "schema missing": ({FORMAT: {"type": "json_schema"}}, f"{FORMAT}.json_schema", True),
     "schema of an object": (
         {FORMAT: {"type": "json_object", "json_schema": NAMED}},
@@ -189,3 +189,48 @@ async def test_form_goes_with_other_fields(more):
     answer = await complete(backend, prompt=[1, 2], response_format={"type": "json_object"}, **more)
     assert answer.status_code == 200, answer.text
     assert backend.requests[0].sampling.grammar == OBJECT
+
+
+PLACES = [
+    ({"not": {}}, ".properties.a.not"),
+    ({"type": "array", "items": {"type": "string", "not": {}}}, ".properties.a.items.not"),
+    ({"anyOf": [{"type": "string"}, {"if": {}}]}, ".properties.a.anyOf.1.if"),
+    ({"$ref": "#/$defs/it"}, ".$defs.it.contains"),
+    ({"$ref": "#/nope"}, ".properties.a.$ref"),
+    ({"type": "nonsense"}, ".properties.a.type"),
+    ({"minimum": "x"}, ".properties.a.minimum"),
+    ({"enum": 3}, ".properties.a.enum"),
+    ({"type": "string", "pattern": "a("}, ".properties.a.pattern"),
+    ({"type": "string", "pattern": "^(?!x)a$"}, ".properties.a.pattern"),
+    ({"minProperties": 3}, ".properties.a"),
+    ({"oneOf": [{}, {}]}, ".properties.a"),
+    ({"const": 2**60}, ".properties.a"),
+    ({"type": "object", "properties": {"not": {}, "b": {"not": {}}}}, ".properties.a.properties.b.not"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(resolve_model("demo"))
+
+
+@pytest.mark.parametrize(("schema", "place"), PLACES, ids=str)
+async def test_error_names_the_tool_and_the_place(tokenizer, schema, place):
+    def before(request, number):
+        tokenizer.begin_grammar(request.sampling.grammar)
+
+    good = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a+$"}}}
+    bad = {"type": "object", "properties": {"a": schema}, "$defs": {"it": {"contains": {}}}}
+    tools = [{"name": "good", "parameters": good}, {"name": "bad", "parameters": bad}]
+    flat = {"input": "x", "tools": [{"type": "function", **tool} for tool in tools]}
+    chat = {"messages": CHAT, "tools": [{"type": "function", "function": tool} for tool in tools]}
+    for path, body, field in (
+        ("/v1/responses", flat, "tools.1"),
+        ("/v1/chat/completions", chat, "tools.1.function"),
+    ):
+        for stream in (False, True):
+            asked = {**body, "tool_choice": "required", "stream": stream}
+            answer = await call(ScriptedBackend(before), path=path, json=asked)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, f"{field}.parameters{place}")
+            assert "at 4(" not in error["message"]

@@ -222,44 +222,17 @@ def test_calls_begin_at_once_where_the_prompt_ends_with_the_marker():
         '<tool_call>{"name": "f", "arguments": {"a": "' + "b" * 200_000,
         '<tool_call>{"name": "f", "arguments": {x' + "<" * 200_000,
         '<tool_call>{"arguments": {"a": "' + "b" * 200_000,
+        "<tool_call>x" * 18_000,
+        '<tool_call>{"name": "f", "arguments": {}}</x' * 4500,
+        "<tool_call>{" + '{"a":{},' * 25_000,
+        "<tool_call>{" + '"arguments":{},' * 13_000,
+        '<tool_call>{"arguments": {"a": [' * 6000,
+        "</tool_call>" * 16_000,
     ],
-    ids=[
-        "spaces",
-        "markers",
-        "braces",
-        "marked braces",
-        "brackets",
-        "long argument",
-        "broken argument",
-        "long object",
-    ],
+    ids=lambda text: text[:30],
 )
 def test_long_texts_take_linear_time(family, text):
-    start = time.process_time()
-    parsed(parser_of(family), (text[at : at + 4] for at in range(0, len(text), 4)))
-    assert time.process_time() - start < 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "<tool_call>x",
-        '<tool_call>{"name": "f", "arguments": {}}</x',
-        "<tool_call>{",
-        '{"a":{},',
-        '"arguments":{},',
-        '{"arguments": {"a": [',
-        "</tool_call>",
-    ],
-)
-@pytest.mark.parametrize("begins", ["", "<tool_call>{"])
-def test_time_grows_like_the_text(piece, begins):
-    def cpu_s(size: int) -> float:
-        text = begins + piece * (size // len(piece))
-        began = time.process_time()
-        parsed(parser_of(HERMES), [text])
-        return time.process_time() - began
-
-    once, twice = (min(cpu_s(size) for _ in range(3)) for size in (2**16, 2**17))
-    assert twice < 3 * once
+    for size in (4, len(text)):
+        start = time.process_time()
+        parsed(parser_of(family), (text[at : at + size] for at in range(0, len(text), size)))
+        assert time.process_time() - start < 5

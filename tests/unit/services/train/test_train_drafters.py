@@ -1,4 +1,4 @@
-"""A head in training computes what it computes when it drafts, token after token, whatever it sees first."""
+"""Drafters in training: steps are those of drafting; losses and measures are those of closed forms."""
 
 from dataclasses import replace
 
@@ -8,7 +8,11 @@ from torch.nn import functional as F
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.model import load_model
+from services.train.answers.store import Sequence
+from services.train.batches import build_batch
+from services.train.evaluate import evaluate
 from services.train.head import TrainableHead
+from services.train.losses import coupled, loss_of, overlap
 from tests.support.engine_helpers import tiny_model
 from tests.support.train_helpers import make_sequence
 
@@ -126,3 +130,102 @@ def test_head_of_another_shape_is_no_start(folder, tmp_path, change):
         InvalidArgumentError, match=r"init: .*a head of its kind on layers \[1, 2\] with 32 tokens"
     ):
         then.start_from(str(tmp_path), str(folder))
+
+
+PROMPT, ANSWER = [5, 6, 7, 8, 9, 5, 6], [7, 8, 3, 4]
+
+
+class Scripted:
+    """A draft model that is right after given positions of the text only."""
+
+    depth = 1
+    target_ids = torch.arange(16)
+    head = torch.empty(0)
+
+    def __init__(self, *right):
+        self.right = right
+
+    def __call__(self, batch):
+        logs = torch.full((len(batch.labels), 16), -30.0)
+        for row, (place, label) in enumerate(zip(batch.place.tolist(), batch.labels.tolist(), strict=True)):
+            logs[row, label if place[1] in self.right else 15] = 0.0
+        return logs
+
+    def batch(self, sequences, num_depths):
+        return build_batch(sequences, num_depths)
+
+    def common(self, batch, logs):
+        wanted = torch.zeros(len(logs), 16)
+        wanted[torch.arange(len(logs)), batch.labels] = 0.8
+        return wanted, logs
+
+    def eval(self):
+        pass
+
+    def train(self):
+        pass
+
+
+def sequence(temperature=0.0):
+    ids = torch.tensor(PROMPT + ANSWER).numpy()
+    top = ids[len(PROMPT) :, None]
+    return Sequence(ids, len(PROMPT), temperature, top, top.astype("float16"))
+
+
+@pytest.mark.parametrize(
+    ("right", "expected"), [((), 4 / 4), ((8, 9), 4 / 3), ((6, 7, 8), 4 / 1), ((6, 8), 4 / 2)]
+)
+def test_tokens_per_cycle(right, expected):
+    found = evaluate(Scripted(*right), [sequence()])
+    assert found["tokens_per_cycle"] == round(expected, 3)
+    assert found["positions"] == 4
+
+
+def test_acceptance_by_depth_counts_what_was_tested():
+    # Anchors 6 to 9, depth 1: three of four. Depth 2 after 6, 7, 8: two of three. Depth 3 after 6, 7: one.
+    # Depth 4 after 6: the text ends there.
+    found = evaluate(Scripted(6, 7, 8), [sequence()])
+    assert found["greedy"] == [0.75, 0.667, 0.5, 0.0, 0.0]
+    assert found["overlap"] == found["coupled"] == [0.6]
+
+
+P = [0.4, 0.3, 0.15, 0.0, 0.1, 0.05, 0.0, 0.0]
+Q = [0.25, 0.05, 0.2, 0.3, 0.0, 0.0, 0.12, 0.08]
+TOP = [0, 1, 2]
+"""What is stored; what else the two have is apart, so that the lower bounds are exact."""
+
+
+def stored(p, q, top):
+    """Return what the drafters' `common` returns of one prediction."""
+    wanted = torch.tensor([[p[token] for token in top]])
+    return wanted, torch.tensor([[q[token] for token in top]]).log()
+
+
+def exact(p, q):
+    """Return how often the two take the same token under shared Gumbel noise."""
+    tokens = [token for token in range(len(p)) if p[token] and q[token]]
+    pairs = list(zip(p, q, strict=True))
+    return sum(1 / sum(max(a / p[token], b / q[token]) for a, b in pairs) for token in tokens)
+
+
+@pytest.mark.parametrize("share", [coupled, overlap])
+def test_id_without_a_row_counts_as_never_drafted(share):
+    wanted, found = stored(P, Q, TOP)
+    wanted[0, 1] = 0  # the drafter has no row for it, and `found` holds another row's value
+    without = [Q[0], 0.0, Q[2], Q[1] + Q[3], *Q[4:]]  # all that a drafter gives is given to its rows
+    expected = exact(P, without) if share is coupled else sum(map(min, P, without))
+    found[0, 1] = -0.1
+    assert share(wanted, found).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_loss_is_the_share_that_is_rejected():
+    divergence = loss_of("kl", *stored(P, Q, TOP)).item()
+    expected = 1 - exact(P, Q) + 0.1 * divergence
+    assert loss_of("coupled", *stored(P, Q, TOP)).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_impossible_tokens_leave_gradients_finite():
+    wanted = torch.tensor([[1.0, 0.0, 1e-38]])
+    found = torch.tensor([[-200.0, -1e4, 0.0]], requires_grad=True)
+    loss_of("coupled", wanted, found).sum().backward()
+    assert found.grad.isfinite().all()
