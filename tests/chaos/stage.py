@@ -24,12 +24,7 @@ from tests.support.drafter_helpers import make_drafter
 from tests.support.head_helpers import bigram_head
 from tests.support.workers.redis_helpers import port_of
 
-KINDS: dict[str, tuple[Way, ...]] = {
-    "model": PAIR,
-    "parallel": DRAFTER,
-    "early-exit": DRAFTER,
-    "head": HEAD,
-}
+KINDS: dict[str, tuple[Way, ...]] = {"model": PAIR, "parallel": DRAFTER, "early-exit": DRAFTER, "head": HEAD}
 ROLES = ("draft", "target", "orchestrator", "proxy", "redis")
 CLUSTER_MB = 256
 REVIVE_EVERY_S = 0.05
@@ -115,11 +110,7 @@ class Trouble:
 
 @contextmanager
 def stage_of(
-    kind: str = "model",
-    *,
-    has_network_faults: bool = False,
-    engine: str = "auto",
-    stderr: int | None = None,
+    kind: str = "model", *, has_network_faults: bool = False, engine: str = "auto", stderr: int | None = None
 ) -> Iterator[Stage]:
     """Run a cluster of two orchestrators, two target workers and what drafts.
 

@@ -23,11 +23,7 @@ def run(name, address):
         key: value for key, value in os.environ.items() if not key.startswith(("LANGCHAIN_", "LANGSMITH_"))
     }
     done = subprocess.run(
-        [program, str(EXAMPLES / name), address],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
+        [program, str(EXAMPLES / name), address], env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

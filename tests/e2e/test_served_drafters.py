@@ -8,10 +8,7 @@ import pytest
 from gammaray import Client
 from gammaray.types import DrafterKind, GammaPolicy
 from services.demo_pair import TARGET_DIR
-from tests.support.cluster.cluster_helpers import (
-    eventually,
-    running_cluster,
-)
+from tests.support.cluster.cluster_helpers import eventually, running_cluster
 from tests.support.head_helpers import bigram_head
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -5,11 +5,7 @@ import pytest
 from tests.hosts.cluster import running
 from tests.hosts.faults import FAULTS, suffer
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.kills,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,7 @@ from tests.hosts.cluster import START_S
 from tests.hosts.network import Network
 from tests.support.docs_commands import ROOT
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.kills,
-    pytest.mark.needs("redis-server"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.needs("redis-server"), pytest.mark.timeout(600)]
 
 PAGE = ROOT / "docs" / "hosts.md"
 

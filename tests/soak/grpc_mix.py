@@ -6,11 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from gammaray import (
-    AsyncClient,
-    FinishReason,
-    NotFoundError,
-)
+from gammaray import AsyncClient, FinishReason, NotFoundError
 from gammaray.types import Chunk
 from tests.chaos.load import Ask, Said, difference, generate
 from tests.soak.samples import LENGTHS, Expected, SampleError, turns
@@ -126,13 +122,5 @@ async def _begin(client: AsyncClient, ask: Ask, name: str, num_pieces: int) -> S
     return Said(tuple(token_ids), text)
 
 
-GRPC_MIX = {
-    complete: 8,
-    complete_unseeded: 3,
-    talk: 2,
-    leave: 2,
-    resume: 2,
-    cancel: 2,
-    look_up: 2,
-}
+GRPC_MIX = {complete: 8, complete_unseeded: 3, talk: 2, leave: 2, resume: 2, cancel: 2, look_up: 2}
 """How often each, in parts."""

@@ -22,14 +22,7 @@ GAMMARAY = {
     "token_ids": [1, 2, 3],
     "time_ms": {"draft": 1.0, "verify": 2.0, "other": 0.5, "total": 3.5},
     "speedup_estimate": None,
-    "cycles_by_drafter": {
-        "model": 1,
-        "head": 0,
-        "suffix": 0,
-        "prediction": 0,
-        "grammar": 0,
-        "none": 0,
-    },
+    "cycles_by_drafter": {"model": 1, "head": 0, "suffix": 0, "prediction": 0, "grammar": 0, "none": 0},
     "fallback_cycles": 1,
     "draft_workers": 1,
 }

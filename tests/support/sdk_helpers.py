@@ -68,15 +68,7 @@ PROCESSES = [
         unusable=("target 127.0.0.1:9: Connection refused",),
     ),
     ProcessStatus(
-        "target",
-        12,
-        "127.0.0.1:2",
-        "demo",
-        True,
-        2,
-        kernel="x86-64-v4",
-        version="0.0.9",
-        clock_offset_s=7.25,
+        "target", 12, "127.0.0.1:2", "demo", True, 2, kernel="x86-64-v4", version="0.0.9", clock_offset_s=7.25
     ),
     ProcessStatus("draft", 13, "127.0.0.1:3", "demo", False, 0, kernel="none: no C compiler"),
 ]
