@@ -5,7 +5,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 
 from gammaray import AsyncClient
 from gammaray.grammar.texts import json_schema_grammar
+from gammaray.types import Chunk
 from tests.chaos.chaos_drafters import Way, cycles_by_drafter
 
 PROMPTS = (
@@ -112,13 +113,20 @@ class Heard:
 
     async def over_grpc(self, client: AsyncClient, ask: Ask, **how: Any) -> Said:
         """Hear a completion to its end; the options in `how` change no token."""
-        async for chunk in client.generate(ask.prompt, **ask.options(), **how):
+        return await self.take(client.generate(ask.prompt, **ask.options(), **how))
+
+    async def take(self, chunks: AsyncIterator[Chunk], count: int | None = None) -> Said:
+        """Hear so many chunks, by default all."""
+        async for chunk in chunks:
             if chunk.tokens:
                 self.arrivals.append(time.monotonic())
             self.token_ids += tuple(token.token_id for token in chunk.tokens)
             self.text += chunk.text
             if chunk.summary is not None:
                 self.cycles = cycles_by_drafter(chunk.summary)
+            count = None if count is None else count - 1
+            if count == 0:
+                break
         return self.said
 
     async def over_http(self, http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[None, None]:

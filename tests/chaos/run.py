@@ -6,9 +6,10 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -46,24 +47,15 @@ class Options:
     may_fail: bool = False
 
 
-async def run(
-    stage: Stage | Versions, options: Options, troubles: Iterable[Trouble], say: Callable[[str], None]
-) -> Measured:
+async def run(stage: Stage | Versions, options: Options, troubles: Iterable[Trouble]) -> Measured:
     """Have troubles befall a cluster under load until there are no more, or the time is up."""
-    wanted = asks(options.streams, options.max_tokens)
+    say, wanted = partial(print, flush=True), asks(options.streams, options.max_tokens)
     say(
         f"{options.streams} streams over gRPC, {options.over_http} over HTTP; first plain and undisturbed ..."
     )
     expected = await reference(stage.grpc, wanted)
-    clients = Clients(
-        stage.grpc,
-        stage.http,
-        streams(wanted, stage.ways),
-        expected,
-        options.deadline_s,
-        options.over_http,
-        options.may_fail,
-    )
+    asked, more = streams(wanted, stage.ways), (options.deadline_s, options.over_http, options.may_fail)
+    clients = Clients(stage.grpc, stage.http, asked, expected, *more)
     clients.start()
     spans, rng = list[Span](), random.Random(options.seed)
     await progress(clients, time.monotonic())
@@ -91,7 +83,7 @@ async def _carry_out(stage: Stage | Versions, trouble: Trouble, clients: Clients
             time.sleep(trouble.seconds)
             ended = time.monotonic()
         done = done or Done()
-        return Span(trouble.name + done.more, began, ended, killed=done.killed)
+        return Span(trouble.name + done.more, began, ended, done.killed)
 
     span = await asyncio.to_thread(last)
     span.back = await progress(clients, span.ended)

@@ -1,4 +1,4 @@
-"""Load over the OpenAI API: completions, chats, disconnects, resumes; and what metrics say."""
+"""Load over the OpenAI API: completions, chats, disconnects, resumes."""
 
 import random
 from contextlib import aclosing
@@ -55,25 +55,6 @@ async def talk(http: httpx.AsyncClient, expected: Expected, rng: random.Random) 
     answer = await chat(http, text, temperature)
     if answer != expected.chats[text, temperature]:
         raise SampleError(f"chat {text!r}: {answer!r} not {expected.chats[text, temperature]!r}")
-
-
-def num_series(metrics: str) -> int:
-    return sum(bool(line) and not line.startswith("#") for line in metrics.splitlines())
-
-
-def num_tasks(metrics: str) -> int:
-    return round(_value(metrics, "gammaray_tasks{"))
-
-
-def retained_mb(metrics: str) -> float:
-    """Return the KV cache that ended sessions have left in a process, 0 if it has no cache."""
-    name = "gammaray_worker_cache_retained_bytes{"
-    return _value(metrics, name) / 2**20 if name in metrics else 0.0
-
-
-def _value(metrics: str, beginning: str) -> float:
-    (line,) = (line for line in metrics.splitlines() if line.startswith(beginning))
-    return float(line.rpartition(" ")[2])
 
 
 def _body(ask: Ask, rng: random.Random) -> dict[str, Any]:
