@@ -1,6 +1,7 @@
 """Clients of both APIs that keep asking; what each request got is compared with plain decoding."""
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import httpx
 
 from gammaray import AsyncClient, RetryPolicy
 from gammaray.errors import GammarayError, ResourceExhaustedError
-from tests.chaos.load import AnswerError, Ask, Heard, Said, Stream, difference
+from tests.chaos.load import PATH, AnswerError, Ask, Heard, Said, Stream, difference
 
 PAUSE_S = 0.2
 READ_TIMEOUT_S = 8.0
@@ -140,7 +141,7 @@ class Clients:
             while not self._is_ending:
                 history, heard = self._begun("HTTP"), Heard(arrivals=arrivals)
                 try:
-                    await asyncio.wait_for(_hear_all(http, body, heard), self.deadline_s)
+                    await asyncio.wait_for(hear_all(http, body, heard), self.deadline_s)
                 except AnswerError as error:
                     history.error = error.kind
                     await asyncio.sleep(PAUSE_S)
@@ -154,23 +155,24 @@ class Clients:
         return history
 
 
-async def _hear_all(http: httpx.AsyncClient, body: dict[str, object], heard: Heard) -> None:
-    """Hear a stream to its end: after each break it is resumed after its last event.
+async def hear_all(http: httpx.AsyncClient, body: dict[str, object], heard: Heard, path: str = PATH) -> int:
+    """Hear a stream to its end; return its connections: after each break it is resumed after its last event.
 
     Raises:
         AnswerError: It ended with an error that no retry mends.
     """
-    while True:
+    for connections in itertools.count(1):
         try:
-            async for _ in heard.over_http(http, body):
+            async for _ in heard.over_http(http, body, path):
                 pass
-            return
+            return connections
         except AnswerError as error:
             if not error.may_pass:
                 raise
         except httpx.TransportError:
             pass
         await asyncio.sleep(PAUSE_S)
+    raise AssertionError("it is endless")
 
 
 def _close(history: History, expected: Said, said: Said) -> None:

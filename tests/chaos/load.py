@@ -129,14 +129,16 @@ class Heard:
                 break
         return self.said
 
-    async def over_http(self, http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[None, None]:
+    async def over_http(
+        self, http: httpx.AsyncClient, body: dict[str, Any], path: str = PATH
+    ) -> AsyncGenerator[None, None]:
         """Yield after each event, of those after the last one that was heard, until the end.
 
         Raises:
             AnswerError: The answer or an event is an error, or the events have no end.
         """
         headers = {"Last-Event-ID": self._last_id} if self._last_id else {}
-        async with http.stream("POST", PATH, json={**body, "stream": True}, headers=headers) as answer:
+        async with http.stream("POST", path, json={**body, "stream": True}, headers=headers) as answer:
             if answer.status_code != 200:
                 # Serve's new proxy knows no route at first: its 404 is plain text.
                 is_of_api = "json" in answer.headers.get("content-type", "")
@@ -160,7 +162,8 @@ class Heard:
             kind = event["error"]["type"]
             may_pass = kind in ("server_error", "rate_limit_error")
             raise AnswerError(f"event: {kind}", str(event["error"]), may_pass=may_pass)
-        self.text += event["choices"][0]["text"]
+        (choice,) = event["choices"]
+        self.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
         self.token_ids = tuple(event.get("gammaray", {}).get("token_ids", self.token_ids))
         self.arrivals.append(time.monotonic())
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 from sysconfig import get_path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -29,10 +31,15 @@ START_TIMEOUT_S = 330
 SERVER_PACKAGES = ("torch", "ray", "redis", "transformers", "numpy", "fastapi", "gammaray_demo_pair")
 
 
-@dataclass
-class Wheels:
-    client: Path
-    demo: Path
+def run(command: list[str], timeout_s: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command without the variable that leads to the checkout."""
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env=elsewhere(), **options
+    )
+
+
+def elsewhere() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 @dataclass
@@ -46,20 +53,9 @@ class Environment:
     def command(self, name: str) -> str:
         return str(self.folder / "bin" / name)
 
-    def variables(self) -> dict[str, str]:
-        """Return this process's variables without what leads to the checkout."""
-        return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-    def run(self, name: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        ended = subprocess.run(
-            [self.command(name), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=self.folder,
-            env=self.variables(),
-        )
-        assert ended.returncode == 0, ended.stderr
+    def run(self, name: str, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        ended = run([self.command(name), *arguments], cwd=self.folder)
+        assert ended.returncode == status, ended.stderr
         return ended
 
     def install(self, *wheels: Path) -> None:
@@ -68,15 +64,14 @@ class Environment:
 
 def pip(python: str, *arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run(command)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def built(project: Path, out: Path) -> Path:
     """Build a project as `make dist` does and return its wheel, which is built from its source archive."""
     command = [sys.executable, "-m", "build", "--no-isolation", f"--outdir={out}", str(project)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+    ended = run(command, 250)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (archive,) = out.glob("*.tar.gz")
     archive.unlink()
@@ -94,9 +89,9 @@ def wheels(tmp_path_factory):
             shutil.copytree(ROOT / name, source / name, ignore=left_out)
         else:
             shutil.copy(ROOT / name, source / name)
-    return Wheels(
-        built(source, tmp_path_factory.mktemp("client")),
-        built(source / "services" / "demo_pair", tmp_path_factory.mktemp("demo")),
+    return SimpleNamespace(
+        client=built(source, tmp_path_factory.mktemp("client")),
+        demo=built(source / "services" / "demo_pair", tmp_path_factory.mktemp("demo")),
     )
 
 
@@ -139,15 +134,15 @@ def expose(name: str, site: Path) -> None:
                 target.symlink_to(Path(str(file.locate())))
 
 
-def metadata(wheel: Path) -> str:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return archive.read(name).decode()
-
-
 def names(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         return archive.namelist()
+
+
+def texts(wheel: Path, place: str) -> list[str]:
+    """Return the texts of a wheel whose paths contain a place."""
+    with zipfile.ZipFile(wheel) as archive:
+        return [archive.read(name).decode() for name in archive.namelist() if place in name]
 
 
 def test_client_wheel_is_pure_and_small(wheels):
@@ -161,19 +156,17 @@ def test_client_wheel_is_pure_and_small(wheels):
 def test_demo_wheel_holds_the_weights_and_both_licences(wheels):
     held = names(wheels.demo)
     assert {f"gammaray_demo_pair/{role}/model.safetensors" for role in ("target", "draft")} <= set(held)
-    with zipfile.ZipFile(wheels.demo) as archive:
-        licences = [archive.read(name).decode() for name in held if ".dist-info/licenses/" in name]
+    licences = texts(wheels.demo, ".dist-info/licenses/")
     assert len(licences) == 2
     assert any("Apache License" in text for text in licences)
     assert any("PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in text for text in licences)
-    assert "License-Expression: Apache-2.0 AND PSF-2.0" in metadata(wheels.demo)
 
 
 def test_package_description_has_no_relative_links(wheels):
     """Package indexes show the description without the repository: links into it would lead nowhere."""
-    assert "License-Expression: Apache-2.0\n" in metadata(wheels.client)
-    for wheel in (wheels.client, wheels.demo):
-        text = metadata(wheel)
+    for wheel, licence in ((wheels.client, "Apache-2.0"), (wheels.demo, "Apache-2.0 AND PSF-2.0")):
+        (text,) = texts(wheel, ".dist-info/METADATA")
+        assert f"License-Expression: {licence}\n" in text
         assert "Description-Content-Type: text/markdown" in text
         assert text.count("Classifier: ") >= 4
         assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
@@ -194,15 +187,7 @@ print(json.dumps([gammaray.__file__, absent]))
 
 
 def test_client_without_server_packages_names_the_extra_for_a_cluster(client_environment):
-    ended = subprocess.run(
-        [client_environment.command("gammaray"), "up"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=client_environment.folder,
-        env=client_environment.variables(),
-    )
-    assert ended.returncode == 1
+    ended = client_environment.run("gammaray", "up", status=1)
     assert "pip install 'gammaray[all]'" in ended.stderr
 
 
@@ -225,7 +210,7 @@ def address(server_environment):
         stdout=subprocess.PIPE,
         text=True,
         cwd=server_environment.folder,
-        env={"GAMMARAY_CACHE_BUDGET_MB": "256", **server_environment.variables()},
+        env={"GAMMARAY_CACHE_BUDGET_MB": "256", **elsewhere()},
     ) as cluster:
         try:
             assert cluster.stdout is not None

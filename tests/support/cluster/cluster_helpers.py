@@ -84,7 +84,7 @@ class Cluster:
         assert eventually(is_idle, timeout_s), held
 
     def processes(self) -> list[psutil.Process]:
-        """Return all descendants of the launcher; any may end at any time, see `alive`."""
+        """Return all descendants of the launcher; any may end at any time."""
         return psutil.Process(self.launcher.pid).children(recursive=True)
 
     def commands(self) -> list[tuple[psutil.Process, list[str]]]:
@@ -94,14 +94,11 @@ class Cluster:
                 found.append((process, process.cmdline()))
         return [(process, command) for process, command in found if command]
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        self.launcher.send_signal(number)
-        return self.launcher.wait(STOP_TIMEOUT_S)
-
     def check_stop(self, number: int) -> None:
         """Stop the cluster: the exit status is 0, no process is left, only the ready line was printed."""
         below = self.processes()
-        assert self.stop(number) == 0
+        self.launcher.send_signal(number)
+        assert self.launcher.wait(STOP_TIMEOUT_S) == 0
         assert wait_until_gone(below, 1) == []
         assert len(self.output) == 1
 
@@ -162,13 +159,10 @@ def info_of(worker: ProcessStatus) -> Any:
         return target.GetTargetInfo(target_service_pb2.GetTargetInfoRequest(), timeout=30)
 
 
-def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if runs(process)]
-
-
 def wait_until_gone(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    eventually(lambda: not alive(processes), timeout_s)
-    return alive(processes)
+    """Return the processes that still run after a while."""
+    eventually(lambda: not any(map(runs, processes)), timeout_s)
+    return list(filter(runs, processes))
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> bool:
