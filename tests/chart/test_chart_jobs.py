@@ -24,6 +24,7 @@ from gammaray.deploy.redis_connection import OLDEST_VERSION, SUPPORTED_SERVERS
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.redis_server import redis_binary
 from tests.support.chart.chart_helpers import (
+    CACHED,
     CHART,
     NAME,
     ROOT,
@@ -42,7 +43,6 @@ from tests.support.scripted_http import scripted
 from tests.support.tls_helpers import Authority, role_certificates
 
 NOWHERE = "http://127.0.0.1:9"
-DOWNLOADS = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
 
 
 def run(only, *more, env=None):
@@ -153,10 +153,19 @@ def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(t
 
 @pytest.mark.slow
 def test_failed_download_leaves_no_mark(tmp_path):
-    ended, mark, _ = download(DOWNLOADS, tmp_path, lambda *_: (404, {}, {"X-Error-Code": "RepoNotFound"}))
+    ended, mark, _ = download(CACHED, tmp_path, lambda *_: (404, {}, {"X-Error-Code": "RepoNotFound"}))
     assert ended.returncode == 1
     assert "team/large" in ended.stderr
     assert not mark.exists()
+
+
+def test_download_job_leaves_a_model_alone_that_workers_may_read(tmp_path):
+    (tmp_path / "ready").mkdir()
+    for name in ("team--large", "team--small"):
+        (tmp_path / "ready" / name).touch()
+    ended, *_ = download(CACHED, tmp_path, lambda *_: (500, b""))
+    assert ended.stdout == "team/large: is there\nteam/small: is there\n", ended.stderr
+    assert ended.returncode == 0
 
 
 def test_download_job_exists_only_for_hub_models_in_a_shared_volume():
@@ -165,7 +174,7 @@ def test_download_job_exists_only_for_hub_models_in_a_shared_volume():
         ({"models": {"target": "a/b", "draft": "a/b"}}, ["a/b"]),
         ({"models": {"target": "a/b", "draft": "early-exit:4"}}, ["a/b"]),
         ({"models": {"target": "a/b", "draft": "c/d"}, "draft": {"workers": "0"}}, ["a/b"]),
-        (DOWNLOADS, ["team/large", "team/small"]),
+        (CACHED, ["team/large", "team/small"]),
         ({"models": {"target": "/data/m", "draft": "demo"}}, None),
         ({"models": {"target": "a/b"}, "modelCache": {"download": {"enabled": False}}}, None),
         ({"models": {"target": "a/b"}, "modelCache": {"enabled": False}}, None),
@@ -182,7 +191,7 @@ def test_changed_models_images_and_placement_change_the_name_of_the_job():
         {"models": {"draft": "team/other"}},
         of_component("models", {"tolerations": [{"operator": "Exists"}], "labels": {"a.com/b": "c"}}),
     ]
-    variants = [merged(DOWNLOADS, change) for change in changes]
+    variants = [merged(CACHED, change) for change in changes]
     names = {render(values)["job-models.yaml"]["metadata"]["name"] for values in variants}
     assert len(names) == len(variants)
 

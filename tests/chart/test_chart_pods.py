@@ -13,6 +13,7 @@ import gammaray
 from gammaray.config import PoolSize
 from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENVIRONMENT
 from tests.support.chart.chart_helpers import (
+    CACHED,
     CHART,
     COMPONENTS,
     EVERYTHING,
@@ -240,8 +241,7 @@ def test_every_pod_has_what_is_given_for_all_pods_or_for_its_component():
 
 
 def test_by_default_pods_run_anywhere_but_for_the_taint_of_gpus():
-    caches = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
-    on = {"telemetry": {"jaeger": {"enabled": True}, "collector": {"enabled": True}}, **caches}
+    on = {"telemetry": {"jaeger": {"enabled": True}, "collector": {"enabled": True}}, **CACHED}
     assert every_pod(on).keys() == COMPONENTS.keys()
     for component, template in every_pod(on).items():
         placed = {"tolerations"} if component in ("draft", "target") else set()

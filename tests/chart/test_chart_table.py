@@ -88,6 +88,7 @@ STORAGE = ("statefulset-redis spec volumeClaimTemplates 0 spec", "pvc-models spe
 DEFAULTS = {
     # Redis' password is made before other pods start, by a job that may only create secrets.
     **HOOKS,
+    "job-redis-password spec activeDeadlineSeconds": 240,  # before Helm's timeout of 300 s: Helm says so
     "role-redis-password rules": [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}],
     "env draft GAMMARAY_REDIS_PASSWORD": secret(f"{NAME}-redis", "password"),
     "env redis REDISCLI_AUTH": secret(f"{NAME}-redis", "password"),
@@ -115,6 +116,7 @@ DEFAULTS = {
 OF_EVERYTHING = {
     "containers draft readinessProbe tcpSocket": {"port": WORKER_PORT},  # needs no certificate
     "containers draft readinessProbe grpc": None,
+    "httproute spec rules 0 timeouts": {"request": "3600s"},
     "env target HF_TOKEN": secret("hugging-face", "token"),
     "pods target initContainers 0 name": "prepare",
     "args orchestrator settings max_gamma": 6,
@@ -162,6 +164,20 @@ TABLE = [
             {f"{place} storageClassName": shown for place in STORAGE},
         )
         for given, shown in (("", None), ("-", ""), ("123", "123"))
+    ),
+    (
+        {"modelCache": {"enabled": True, "size": "7Gi", "accessMode": "ReadWriteOnce"}},
+        {
+            "pvc-models spec": {
+                "accessModes": ["ReadWriteOnce"],
+                "resources": {"requests": {"storage": "7Gi"}},
+            }
+        },
+    ),
+    # A field of version 1.2 of the gateway API.
+    (
+        {"gateway": {"enabled": True, "parentRefs": [{"name": "a"}]}},
+        {"httproute spec rules 0 timeouts": None},
     ),
     ({"nameOverride": "x"}, {"rayservice metadata name": "demo-x"}),
     ({"fullnameOverride": "y"}, {"service-grpc metadata name": "y-grpc"}),
@@ -287,6 +303,7 @@ CONTRADICTING = [
     ({"workerTls": {"enabled": True}}, "workerTls[.]issuerRef[.]name"),
     ({"redis": URL, **EGRESS}, "networkPolicy[.]egress[.]rules"),
     ({"models": {"target": "team/large"}, **EGRESS}, "networkPolicy[.]egress[.]rules"),
+    ({"ray": {"faultTolerance": {"enabled": True, "username": "ray"}}}, "username: needs ray[.]fault"),
     ({"redis": URL, "ray": {"faultTolerance": {"enabled": True}}}, "ray[.]faultTolerance[.]redisAddress"),
 ]
 """By templates, with the reason."""

@@ -27,6 +27,12 @@ COMPONENTS: dict[str, tuple[str, ...]] = {
 }
 """Every component with pods -> the key of its values."""
 
+CACHED: dict[str, Any] = {
+    "modelCache": {"enabled": True},
+    "models": {"target": "team/large", "draft": "team/small"},
+}
+"""Models that a Job downloads for all pods."""
+
 REGISTRY: dict[str, Any] = {"image": {"registry": "registry.example.com/gammaray"}}
 """What every variant needs, since no image of gammaray is published."""
 
