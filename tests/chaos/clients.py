@@ -56,6 +56,7 @@ class Clients:
         num_http: Number of clients over HTTP.
         may_fail: Whether a typed error may end a request; else only one that is refused before its first
             token, as by a full queue.
+        resume_s: How long the SDK resumes a stream without progress; None: until the deadline.
 
     Attributes:
         cycles: In how many of them each drafter proposed, by way to draft.
@@ -68,6 +69,7 @@ class Clients:
     deadline_s: float
     num_http: int
     may_fail: bool = True
+    resume_s: float | None = None
     histories: list[History] = field(default_factory=list)
     arrivals: list[list[float]] = field(default_factory=list)
     cycles: dict[str, Counter[str]] = field(default_factory=dict)
@@ -121,7 +123,7 @@ class Clients:
 
     async def _over_grpc(self, stream: Stream, arrivals: list[float]) -> None:
         expected = self.expected[stream.ask]
-        retry = RetryPolicy(resume_s=self.deadline_s)
+        retry = RetryPolicy(resume_s=self.resume_s or self.deadline_s)
         async with AsyncClient(self.grpc, retry=retry) as client:
             while not self._is_ending:
                 history, heard = self._begun(f"gRPC, {stream.way.name}"), Heard(arrivals=arrivals)

@@ -21,12 +21,10 @@ def main() -> int:
         )
         for name, fault in FAULTS.items():
             seen = suffer(cluster, fault)
-            print(
-                f"| {name} | {fault.lasts_s:g} s | {seen.pause_s:.2f} s | {seen.completions} | {seen.wrong} "
-                f"| {'; '.join(seen.errors)} |",
-                flush=True,
-            )
-            failed += seen.wrong + len(seen.errors)
+            times = f"{fault.lasts_s:g} s", f"{seen.pause_s:.2f} s"
+            counts = str(seen.completions), str(len(seen.wrong))
+            print(f"| {' | '.join((name, *times, *counts, '; '.join(seen.errors)))} |", flush=True)
+            failed += len(seen.wrong) + len(seen.errors)
     return int(failed > 0)
 
 

@@ -97,22 +97,18 @@ class HostsCluster:
 
     def expect(self, name: str) -> None:
         """Ask an orchestrator for what plain decoding says."""
-        self._load([f"--expect={self.expected}", self.address(name)]).communicate(timeout=START_S)
+        self._load([self.address(name)]).communicate(timeout=START_S)
         assert self.expected.exists(), self.logs()
 
     @contextmanager
-    def loaded(self, seconds: float, *names: str) -> Iterator[dict[str, Any]]:
-        """Stream from these orchestrators; the report of `tests.hosts.load` is complete after the block."""
-        addresses = [self.address(name) for name in names]
-        process = self._load([f"--expect={self.expected}", f"--seconds={seconds}", *addresses])
-        report: dict[str, Any] = {}
-        yield report
+    def loaded(self, seconds: float, *names: str) -> Iterator[list[dict[str, Any]]]:
+        """Stream from these orchestrators; after the block there are the reports of `tests.hosts.load`."""
+        process = self._load([f"--seconds={seconds}", *map(self.address, names)])
+        reports = list[dict[str, Any]]()
+        yield reports
         output, _ = process.communicate(timeout=seconds + _LOAD_MARGIN_S)
         assert process.returncode == 0, self.logs()
-        report.update(json.loads(output))
-        report["pauses"] = {
-            name: report["pauses"][address] for name, address in zip(names, addresses, strict=True)
-        }
+        reports += json.loads(output)
 
     def logs(self, num_lines: int = 30) -> str:
         """Return the last lines of each process's log."""
@@ -123,7 +119,7 @@ class HostsCluster:
         return "\n".join(found)
 
     def _load(self, options: list[str]) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.hosts.load", *options]
+        command = [sys.executable, "-m", "tests.hosts.load", f"--expect={self.expected}", *options]
         return self.host("client").start("load", command, os.environ, stdout=subprocess.PIPE)
 
     def _environment(self, role: str) -> dict[str, str]:
@@ -147,8 +143,3 @@ def running(folder: Path, targets: int = 2) -> Iterator[HostsCluster]:
             cluster.wait(name, target=targets, draft=1, orchestrator=2, redis=1)
         cluster.expect("head1")
         yield cluster
-
-
-def longest(report: dict[str, Any], name: str, since: float) -> float:
-    """Return the longest pause of an orchestrator's streams that ended after `since`, in seconds."""
-    return max((length for start, length in report["pauses"][name] if start + length > since), default=0.0)

@@ -4,8 +4,9 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
-from tests.hosts.cluster import HostsCluster, longest
+from tests.hosts.cluster import HostsCluster
 
 AFTER_S = 4.0
 """Streams go on for so long after a fault."""
@@ -36,7 +37,7 @@ class Outcome:
     """What clients saw of a fault: completions and wrong ones, errors, and the longest pause in seconds."""
 
     completions: int
-    wrong: int
+    wrong: list[str]
     errors: list[str]
     pause_s: float
 
@@ -84,16 +85,17 @@ FAULTS = {
 
 def suffer(cluster: HostsCluster, fault: Fault) -> Outcome:
     """Strike while clients stream, end the fault, and wait until every process that is left serves."""
-    with cluster.loaded(BEFORE_S + fault.lasts_s + AFTER_S, *fault.streams) as report:
+    with cluster.loaded(BEFORE_S + fault.lasts_s + AFTER_S, *fault.streams) as reports:
         time.sleep(BEFORE_S)
         since = time.monotonic()
         fault.strikes(cluster)
         time.sleep(fault.lasts_s)
         fault.ends(cluster)
     cluster.wait("head1", target=2, draft=1, redis=1)
+    arrivals = [times for report in reports for times in report["arrivals"]]
     return Outcome(
-        report["completions"],
-        report["wrong"],
-        [name for name in report if name.startswith("error")],
-        max(longest(report, name, since) for name in fault.streams),
+        sum(report["completions"] for report in reports),
+        [wrong for report in reports for wrong in report["wrong"]],
+        [error for report in reports for error in report["errors"]],
+        max((b - a for times in arrivals for a, b in pairwise(times) if b > since), default=0.0),
     )

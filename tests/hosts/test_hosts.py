@@ -18,5 +18,5 @@ def cluster(tmp_path_factory):
 def test_streams_survive(cluster, name):
     outcome = suffer(cluster, FAULTS[name])
     assert outcome.completions
-    assert outcome.wrong == 0
+    assert outcome.wrong == []
     assert outcome.errors == []
