@@ -47,7 +47,7 @@ class Clients:
     """Endless requests of clients; `violations` says what is wrong with what they got.
 
     Args:
-        grpc: Address of the gRPC API.
+        grpc: Addresses of the gRPC API, separated by commas, which the streams take in turn.
         http: Base URL of the HTTP API.
         streams: Of the clients over gRPC; those over HTTP repeat the asks of the first `num_http` of them
             that have no grammar.
@@ -85,7 +85,8 @@ class Clients:
         plain = [stream.ask for stream in self.streams if not stream.ask.grammar][: self.num_http]
         self.arrivals = [[] for _ in range(len(self.streams) + len(plain))]
         self.cycles = {stream.way.name: Counter() for stream in self.streams}
-        works = [self._over_grpc(*pair) for pair in zip(self.streams, self.arrivals, strict=False)]
+        places = zip(self.streams, self.arrivals, itertools.cycle(self.grpc.split(",")), strict=False)
+        works = [self._over_grpc(*place) for place in places]
         works += [self._over_http(*pair) for pair in zip(plain, self.arrivals[len(works) :], strict=True)]
         self._tasks = [asyncio.create_task(work) for work in works]
 
@@ -121,10 +122,10 @@ class Clients:
     def all_moved_since(self, moment: float) -> bool:
         return all(times and times[-1] > moment for times in self.arrivals)
 
-    async def _over_grpc(self, stream: Stream, arrivals: list[float]) -> None:
+    async def _over_grpc(self, stream: Stream, arrivals: list[float], address: str) -> None:
         expected = self.expected[stream.ask]
         retry = RetryPolicy(resume_s=self.resume_s or self.deadline_s)
-        async with AsyncClient(self.grpc, retry=retry) as client:
+        async with AsyncClient(address, retry=retry) as client:
             while not self._is_ending:
                 history, heard = self._begun(f"gRPC, {stream.way.name}"), Heard(arrivals=arrivals)
                 how = stream.way.request(expected.token_ids)
