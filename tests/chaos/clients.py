@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -89,6 +90,27 @@ class Clients:
         works = [self._over_grpc(*place) for place in places]
         works += [self._over_http(*pair) for pair in zip(plain, self.arrivals[len(works) :], strict=True)]
         self._tasks = [asyncio.create_task(work) for work in works]
+
+    @asynccontextmanager
+    async def streaming(self) -> AsyncIterator[None]:
+        """Keep asking within the context; what is wrong with what they got fails it."""
+        self.start()
+        try:
+            yield
+        finally:
+            await self.end()
+        assert self.violations() == []
+
+    async def have_ended(self, count: int) -> None:
+        """Wait until so many more requests have ended, within the deadline of one."""
+        wanted = count + self._num_ended
+        async with asyncio.timeout(self.deadline_s):
+            while self._num_ended < wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    @property
+    def _num_ended(self) -> int:
+        return sum(bool(one.ended_at) for one in self.histories)
 
     async def end(self) -> None:
         """Let each client end its request; one that does not within its deadline is a violation."""

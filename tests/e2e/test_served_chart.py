@@ -1,10 +1,10 @@
 """The Serve configuration that the chart renders for a trial on CPUs, deployed on a real Ray."""
 
+import asyncio
 import subprocess
 import sys
 import urllib.request
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gammaray import Client, DeadlineExceededError
 from gammaray.deploy.serve_config import SCALE_DOWN_DELAY_S
+from tests.chaos.chaos_drafters import Way
+from tests.chaos.clients import Clients
+from tests.chaos.load import Ask, reference, streams
 from tests.support.cluster.cluster_helpers import STOP_TIMEOUT_S, eventually, is_without_model, undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(600)]
@@ -106,7 +109,7 @@ def test_helm_test_passes(addresses):
 
 
 @pytest.mark.nightly
-def test_orchestrators_follow_their_requests(addresses):
+async def test_orchestrators_follow_their_requests(addresses):
     """Two for a while, one again; every stream has the tokens of plain decoding."""
 
     def num_orchestrators() -> int:
@@ -119,26 +122,13 @@ def test_orchestrators_follow_their_requests(addresses):
                 processes = client.status(timeout_s=30)
             return sum(process.role == "orchestrator" for process in processes)
 
-    def complete(seed: int) -> str:
-        with Client(addresses[1], timeout_s=200) as client:
-            return client.complete(PROMPT, max_tokens=200, seed=seed, ignore_eos=True).text
+    async def become(count: int, timeout_s: float) -> bool:
+        return await asyncio.to_thread(eventually, lambda: num_orchestrators() == count, timeout_s)
 
     assert num_orchestrators() == 1
-    is_over = False
-    seeds = range(6)
-
-    def load(seed: int) -> set[str]:
-        texts = {complete(seed)}
-        while not is_over:
-            texts.add(complete(seed))
-        return texts
-
-    with ThreadPoolExecutor() as pool:
-        running = [pool.submit(load, seed) for seed in seeds]
-        try:
-            assert eventually(lambda: num_orchestrators() == 2, 120)
-        finally:
-            is_over = True
-        texts = [future.result() for future in running]
-    assert eventually(lambda: num_orchestrators() == 1, 120 + SCALE_DOWN_DELAY_S)
-    assert [len(found) for found in texts] == [1] * len(seeds)
+    wanted = [Ask(PROMPT, 1.0, seed, max_tokens=200) for seed in range(6)]
+    expected, way = await reference(addresses[1], wanted), Way("adaptive", (), {})
+    clients = Clients(addresses[1], "", streams(wanted, [way]), expected, 200, num_http=0, may_fail=False)
+    async with clients.streaming():
+        assert await become(2, 120)
+    assert await become(1, 120 + SCALE_DOWN_DELAY_S)

@@ -7,13 +7,14 @@ import select
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from gammaray import AsyncClient
-from gammaray.aio import end_tasks
+from tests.chaos.chaos_drafters import Way
+from tests.chaos.clients import Clients
+from tests.chaos.load import Ask, Stream, reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(1500), pytest.mark.nightly]
 
@@ -23,7 +24,7 @@ READY_TIMEOUT_S = 400.0
 PATIENCE_S = 300.0
 """For the next step of scaling, or some streams: on a busy machine replicas take minutes to start."""
 
-PROMPT, SEEDS, NUM_STREAMS = "def read_lines(path):\n", range(4), 12
+NUM_STREAMS = 12
 
 
 class Nodes:
@@ -84,72 +85,38 @@ def nodes(tmp_path_factory):
         process.wait()
 
 
-async def complete(client, seed, gamma):
-    options = {"seed": seed, "gamma": gamma, "max_tokens": 80, "ignore_eos": True, "timeout_s": PATIENCE_S}
-    return await client.complete(PROMPT, **options)
+ASKS = [Ask("def read_lines(path):\n", 1.0, seed, max_tokens=80) for seed in range(4)]
 
 
-def tokens_of(completion):
-    return [token.token_id for token in completion.tokens]
-
-
-async def plain_tokens(client):
-    completions = await asyncio.gather(*(complete(client, seed, 0) for seed in SEEDS))
-    return {seed: tokens_of(completion) for seed, completion in zip(SEEDS, completions, strict=True)}
-
-
-@asynccontextmanager
-async def traffic(client, expected, count, gamma):
-    """Keep `count` streams going; each must give the tokens of plain decoding.
-
-    Yields the summaries of those that ended.
-    """
-    finished = []
-
-    async def stream(number):
-        while True:
-            seed = SEEDS[number % len(SEEDS)]
-            completion = await complete(client, seed, gamma)
-            assert tokens_of(completion) == expected[seed]
-            finished.append(completion.summary)
-
-    tasks = [asyncio.create_task(stream(number)) for number in range(count)]
-    try:
-        yield finished
-        assert [task.exception() for task in tasks if task.done()] == []
-    finally:
-        await end_tasks(*tasks)
-
-
-async def more(finished, count, timeout_s=PATIENCE_S):
-    wanted, deadline = len(finished) + count, time.monotonic() + timeout_s
-    while len(finished) < wanted:
-        assert time.monotonic() < deadline, f"{len(finished)} of {wanted} streams"
-        await asyncio.sleep(0.05)
+def traffic(nodes, expected, count, gamma):
+    """Return clients that keep so many streams going; each must give the tokens of plain decoding."""
+    way = Way(f"gamma {gamma}", (), {"gamma": gamma}, keeps_outputs=True)
+    asked = [Stream(ASKS[number % len(ASKS)], way) for number in range(count)]
+    return Clients(nodes.grpc, "", asked, expected, PATIENCE_S, num_http=0, may_fail=False)
 
 
 async def test_drafters_follow_the_load_and_streams_survive_drains_and_lost_nodes(nodes):
     """This is the last test that needs the nodes."""
     async with AsyncClient(nodes.grpc) as client:
         await client.wait_ready(READY_TIMEOUT_S, roles=("target", "draft"))
-        placement = await nodes.ask()
-        assert placement["TargetWorker"] == ["large-a", "large-b"]
-        assert placement["DraftWorker"][0].startswith("small-")
-        assert placement["Orchestrator"] == ["head"]
-        expected = await plain_tokens(client)
-
-        async with traffic(client, expected, NUM_STREAMS, gamma=8) as finished:
-            placement = await nodes.until_drafters(3)
-            assert placement["DraftWorker"] == ["small-a", "small-a", "small-b"]
-            await more(finished, 4)
-        async with traffic(client, expected, 3, gamma=1) as finished:
-            # One stream per drafter: two of them must move when their drafters go.
-            (left,) = (await nodes.until_drafters(1))["DraftWorker"]
-            await more(finished, 3)
-
-        async with traffic(client, expected, 4, gamma=4) as finished:
-            await nodes.ask(f"kill {left}")
-            await more(finished, 4)
-            await nodes.ask("kill large-b")
-            await more(finished, 4)
-        await nodes.until(lambda placement: placement["TargetWorker"] == ["large-a"])
+    placement = await nodes.ask()
+    assert placement["TargetWorker"] == ["large-a", "large-b"]
+    assert placement["DraftWorker"][0].startswith("small-")
+    assert placement["Orchestrator"] == ["head"]
+    expected = await reference(nodes.grpc, ASKS)
+    clients = traffic(nodes, expected, NUM_STREAMS, gamma=8)
+    async with clients.streaming():
+        placement = await nodes.until_drafters(3)
+        assert placement["DraftWorker"] == ["small-a", "small-a", "small-b"]
+        await clients.have_ended(4)
+    clients = traffic(nodes, expected, 3, gamma=1)
+    async with clients.streaming():
+        # One stream per drafter: two of them must move when their drafters go.
+        (left,) = (await nodes.until_drafters(1))["DraftWorker"]
+        await clients.have_ended(3)
+    clients = traffic(nodes, expected, 4, gamma=4)
+    async with clients.streaming():
+        for name in (left, "large-b"):
+            await nodes.ask(f"kill {name}")
+            await clients.have_ended(4)
+    await nodes.until(lambda placement: placement["TargetWorker"] == ["large-a"])

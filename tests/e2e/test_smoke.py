@@ -14,7 +14,15 @@ import psutil
 import pytest
 from pydantic import BaseModel, Field
 
-from gammaray import AsyncClient, Client, FinishReason, NotFoundError, SessionState
+from gammaray import (
+    AsyncClient,
+    Client,
+    FinishReason,
+    GammarayError,
+    NotFoundError,
+    RetryPolicy,
+    SessionState,
+)
 from gammaray.receipts.keys import read_receipt_keys, rotate
 from gammaray.receipts.receipt import SignedReceipt
 from orchestrator.launcher.reaper import MARK, runs
@@ -23,13 +31,13 @@ from tests.chaos.clients import hear_all
 from tests.chaos.load import Heard, Said
 from tests.support.cluster.cluster_helpers import (
     STOP_TIMEOUT_S,
+    Cluster,
     eventually,
     is_without_model,
     running_cluster,
     undisturbed,
     wait_until_gone,
 )
-from tests.support.cluster.takeover_helpers import PATIENT, RECOVERY_S, kill, two_orchestrators
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -37,6 +45,12 @@ PROMPT = "def read_lines(path):\n"
 MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
 NUM_TOKENS, NUM_HTTP_TOKENS = 250, 600
 """So many that a stream still runs when it is disturbed, however late that is on a busy machine."""
+
+RECOVERY_S = 240.0
+"""For a replica to be noticed as dead and replaced: its process alone takes ten seconds to start on a quiet
+machine, and over a minute on a busy one."""
+
+PATIENT = RetryPolicy(resume_s=RECOVERY_S)
 
 
 class Weather(BaseModel):
@@ -66,6 +80,35 @@ def smoke(receipt_keys):
 def http(smoke):
     with smoke.openai() as client:
         yield client
+
+
+def two_orchestrators(cluster: Cluster) -> list[psutil.Process]:
+    """Wait until the cluster has recovered from the previous test, and return its two orchestrators.
+
+    Call it before a stream begins: on a busy machine it may take longer than the stream.
+    """
+    found: list[set[int]] = []
+
+    def have_both_settled() -> bool:
+        found.clear()
+        with suppress(GammarayError, psutil.Error):
+            for _ in range(4):  # a new connection goes to the next one
+                found.append(
+                    {one.pid for one in cluster.status() if one.role == "orchestrator" and one.healthy}
+                )
+            is_same = len(found[0]) == 2 and found.count(found[0]) == len(found)
+            return is_same and all(runs(psutil.Process(pid)) for pid in found[0])
+        return False
+
+    assert eventually(have_both_settled, RECOVERY_S), found
+    return [psutil.Process(pid) for pid in found[0]]
+
+
+def kill(processes: list[psutil.Process], number: int) -> None:
+    """Send a signal to processes; one may have been replaced in the meantime."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def listens_beyond_loopback(process: psutil.Process) -> list[int]:
