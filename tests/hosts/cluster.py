@@ -82,12 +82,12 @@ class HostsCluster:
         for address in self.grpc.split(","):
             assert eventually(partial(is_so, address), START_S), self.logs()
 
-    def logs(self, num_lines: int = 30) -> str:
+    def logs(self) -> str:
         """Return the last lines of each process's log."""
         found = []
         for log in (log for host in self.network.hosts.values() for log in host.logs):
             with contextlib.suppress(FileNotFoundError):
-                found.append(f"== {log}\n" + "\n".join(log.read_text().splitlines()[-num_lines:]))
+                found.append(f"== {log}\n" + "\n".join(log.read_text().splitlines()[-30:]))
         return "\n".join(found)
 
     def _environment(self, role: str) -> dict[str, str]:

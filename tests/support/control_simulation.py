@@ -314,14 +314,13 @@ def make_cycle(
     other: float,
     timing: VerifyTiming | None = None,
     is_first: bool = False,
-    draft_failed: bool = False,
     started: float = 0.0,
 ) -> Cycle:
-    """Return a cycle from times in units; one that failed to draft has no levels."""
+    """Return a cycle from times in units."""
     accepted = sum(rank >= 0 for _, rank in levels)
     return Cycle(
         gamma=shape.depth,
-        num_drafted=0 if draft_failed else num_nodes,
+        num_drafted=num_nodes,
         num_tested=len(levels),
         num_accepted=accepted,
         token_ids=(0,) * (accepted + 1),
@@ -333,7 +332,6 @@ def make_cycle(
         verify_s=verify * UNIT_S,
         total_s=(draft + verify + other) * UNIT_S,
         is_first=is_first,
-        draft_failed=draft_failed,
         shape=shape,
         levels=tuple(levels),
         timing=timing,

@@ -263,11 +263,7 @@ class CheckedEngine:
 
 
 def chained(
-    ours: Engine,
-    theirs: Engine,
-    noise: torch.Tensor | None = None,
-    scale: float = 1.25,
-    first: Sequence[int] = (5,),
+    ours: Engine, theirs: Engine, noise: torch.Tensor | None = None, first: Sequence[int] = (5,)
 ) -> list[int]:
     """Draft a chain in one call and, on an engine of the same model, token by token: the bits are equal.
 
@@ -275,9 +271,9 @@ def chained(
         ours: Drafts in one call.
         theirs: Drafts token by token.
         noise: Of six forwards.
-        scale: One over the temperature.
         first: The tokens of the first forward.
     """
+    scale = 1.25  # one over the temperature
     for engine in (ours, theirs):
         engine.step([SequenceInput("a", 0, random_tokens(20, 1), 1)])
     token_ids, logits = ours.chain(SequenceInput("a", 20, [*first, *[5] * 5], 6), noise, scale=scale)

@@ -52,10 +52,9 @@ def as_official(folder: Path) -> Path:
     return changed("llama", folder, config, weights)
 
 
-def bigram_target(
-    folder: Path, vocab_size: int = 97, scale: float = 3.0, head_dim: int = 8, max_positions: int = 256
-) -> Path:
+def bigram_target(folder: Path, head_dim: int = 8, max_positions: int = 256) -> Path:
     """Write a target whose next token depends on its last token only: its layers add nothing."""
+    vocab_size = 97
     torch.manual_seed(11)
     config = AutoConfig.for_model(
         "llama",
@@ -76,7 +75,7 @@ def bigram_target(
         layer.mlp.down_proj.weight.data.zero_()
     rows = torch.randn(vocab_size, 32)
     model.model.embed_tokens.weight.data = rows / rows.square().mean(-1, keepdim=True).sqrt()
-    model.lm_head.weight.data = torch.randn(vocab_size, 32) * scale / 32**0.5
+    model.lm_head.weight.data = torch.randn(vocab_size, 32) * 3.0 / 32**0.5
     model.save_pretrained(folder)
     return folder
 

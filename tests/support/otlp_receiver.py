@@ -72,12 +72,12 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 @contextmanager
-def receiving(port: int = 0) -> Iterator[tuple[str, Receiver]]:
-    """Run a receiver on a loopback port, 0 for a free one; yields OTEL_EXPORTER_OTLP_ENDPOINT and itself."""
+def receiving() -> Iterator[tuple[str, Receiver]]:
+    """Run a receiver on a free loopback port; yields OTEL_EXPORTER_OTLP_ENDPOINT and itself."""
     server = grpc.server(ThreadPoolExecutor(2), options=(("grpc.max_receive_message_length", 64 * 2**20),))
     receiver = Receiver()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    bound = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
         yield f"http://127.0.0.1:{bound}", receiver

@@ -69,7 +69,7 @@ class Cluster:
                 held[process.role] += asked(process).sessions
         return held
 
-    def wait_until_idle(self, timeout_s: float = PATIENCE_S) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no orchestrator and no worker holds a session."""
 
         def is_idle() -> bool:
@@ -81,7 +81,7 @@ class Cluster:
             return isinstance(held, dict) and not any(held.values())
 
         held: object = None
-        assert eventually(is_idle, timeout_s), held
+        assert eventually(is_idle), held
 
     def processes(self) -> list[psutil.Process]:
         """Return all descendants of the launcher; any may end at any time."""
