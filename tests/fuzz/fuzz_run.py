@@ -12,8 +12,8 @@ import httpx
 
 from gammaray import Client
 from orchestrator.launcher.redis_server import RedisServer
-from tests.fuzz.campaign import Campaign
-from tests.fuzz.census import Holding, growth, settled
+from tests.fuzz.campaign import Campaign, columns
+from tests.fuzz.census import Holding, Process, growth, settled
 from tests.fuzz.grpc_fuzz import fuzz_public, fuzz_worker
 from tests.fuzz.hostile import fuzz_with_hostile_drafter, fuzz_with_hostile_target
 from tests.fuzz.http_fuzz import fuzz_http
@@ -39,8 +39,8 @@ class Report:
     """Outcome of a run."""
 
     campaign: Campaign
-    before: dict[tuple[str, int], Holding]
-    after: dict[tuple[str, int], Holding]
+    before: dict[Process, Holding]
+    after: dict[Process, Holding]
     grown: list[str]
     fields: list[str]
 
@@ -49,14 +49,20 @@ class Report:
         return not self.campaign.num_wrong and not self.grown
 
     def __str__(self) -> str:
-        held = [
-            f"{role:13} {pid:8}  {self.before[role, pid]}  ->  {self.after.get((role, pid), 'gone')}"
-            for role, pid in self.before
-        ]
+        held = columns(
+            [
+                (*map(str, one), _shown(old), "->", _shown(self.after.get(one, {})))
+                for one, old in self.before.items()
+            ]
+        )
         wrong = [f"WRONG ({self.campaign.num_wrong + len(self.grown)}):", *self.grown, *self.campaign.wrong]
         outcome = ["clean"] if self.is_clean else wrong
         grown = f"{len(self.fields)} of {len(FIELDS)} fields grown to their limits beside a canary stream"
-        return "\n".join([self.campaign.table(), "", *held, "", grown, *outcome])
+        return "\n".join([self.campaign.table(), "", held, "", grown, *outcome])
+
+
+def _shown(held: Holding) -> str:
+    return ", ".join(f"{value:.0f} {name}" for name, value in held.items()) or "gone"
 
 
 def run(cluster: Cluster, seconds: float, seed: int) -> Report:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
 from gammaray import Client, ProcessStatus
-from tests.fuzz.census import Holding, census, settled
+from tests.fuzz.census import census, settled
 from tests.soak.samples import Apis
 from tests.support.cluster.cluster_helpers import asked
 
@@ -57,7 +57,7 @@ class Observer:
         pids: dict[str, list[int]] = defaultdict(list)
         for (role, pid), holding in census(processes).items():
             pids[role].append(pid)
-            figures.update({(role, measure): value for measure, value in _figures(role, holding).items()})
+            figures.update({(role, measure): value for measure, value in holding.items()})
         with httpx.Client(timeout=SCRAPE_TIMEOUT_S) as http:
             for process in processes:
                 if process.metrics_address:
@@ -117,17 +117,3 @@ class Observer:
             "running": self._redis.scard("gammaray:running"),
         }
         return {("redis", measure): float(value) for measure, value in figures.items()}
-
-
-def _figures(role: str, holding: Holding) -> dict[str, float]:
-    figures = {
-        "rss_mb": holding.rss_mb,
-        "threads": holding.threads,
-        "pool_threads": holding.pool_threads,
-        "files": holding.files,
-    }
-    if role in ("orchestrator", "draft", "target"):
-        figures |= {"sessions": holding.sessions, "queued": holding.queued}
-    if role in ("draft", "target"):
-        figures["kv_mb"] = holding.cache_bytes / 2**20
-    return figures
