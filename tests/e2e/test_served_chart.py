@@ -19,7 +19,13 @@ from gammaray.deploy.serve_config import SCALE_DOWN_DELAY_S
 from tests.chaos.chaos_drafters import Way
 from tests.chaos.clients import Clients
 from tests.chaos.load import Ask, reference, streams
-from tests.support.cluster.cluster_helpers import STOP_TIMEOUT_S, eventually, is_without_model, undisturbed
+from tests.support.cluster.cluster_helpers import (
+    START_TIMEOUT_S,
+    eventually,
+    is_without_model,
+    program,
+    undisturbed,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(600)]
 
@@ -49,29 +55,12 @@ def addresses(tmp_path_factory):
     path = tmp_path_factory.mktemp("chart") / "serve.yaml"
     path.write_text(manifest("rayservice.yaml")["spec"]["serveConfigV2"])
     log = path.with_suffix(".log")
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.cluster.served_chart", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=ROOT,
-        )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        words = process.stdout.readline().split()
+    with log.open("w") as errors, program("served_chart", str(path), stderr=errors) as served:
+        words = served.answer(START_TIMEOUT_S).split()
         assert words[:1] == ["ready"], log.read_text()[-3000:]
         with Client(words[2]) as client:  # orchestrators find the workers some time after both run
             client.wait_ready(60, roles=("target", "draft"))
         yield words[1], words[2]
-        process.stdin.close()
-        assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()[-3000:]
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 def test_configuration_of_the_chart_serves_the_targets_own_text(addresses):

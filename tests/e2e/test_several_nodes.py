@@ -2,12 +2,7 @@
 
 import asyncio
 import json
-import os
-import select
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +10,11 @@ from gammaray import AsyncClient
 from tests.chaos.chaos_drafters import Way
 from tests.chaos.clients import Clients
 from tests.chaos.load import Ask, Stream, reference
+from tests.support.cluster.cluster_helpers import program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(1500), pytest.mark.nightly]
 
-SCRIPT = Path(__file__).parents[1] / "support" / "cluster" / "several_nodes.py"
-START_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 720.0, 60.0, 120.0
+START_TIMEOUT_S, ANSWER_TIMEOUT_S = 720.0, 60.0
 READY_TIMEOUT_S = 400.0
 PATIENCE_S = 300.0
 """For the next step of scaling, or some streams: on a busy machine replicas take minutes to start."""
@@ -28,25 +23,15 @@ NUM_STREAMS = 12
 
 
 class Nodes:
-    """The emulated nodes: answer commands with the placement, one at a time.
+    """The emulated nodes: answer commands with the placement, one at a time."""
 
-    Args:
-        process: `several_nodes.py`, with pipes that are not buffered.
-    """
-
-    def __init__(self, process):
-        self.process = process
-        word, self.grpc = self._line(START_TIMEOUT_S).decode().split()
+    def __init__(self, program):
+        self._program = program
+        word, self.grpc = program.answer(START_TIMEOUT_S).split()
         assert word == "ready"
 
     async def ask(self, command=""):
-        self.process.stdin.write(f"{command}\n".encode())
-        return json.loads(await asyncio.to_thread(self._line, ANSWER_TIMEOUT_S))
-
-    def _line(self, timeout_s):
-        readable, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        assert readable, f"no answer within {timeout_s:g} s"
-        return self.process.stdout.readline()
+        return json.loads(await asyncio.to_thread(self._program.ask, command, ANSWER_TIMEOUT_S))
 
     async def until(self, condition, timeout_s=PATIENCE_S):
         deadline = time.monotonic() + timeout_s
@@ -67,22 +52,11 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
-    with open(tmp_path_factory.mktemp("nodes") / "log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            bufsize=0,
-            env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[3])},
-        )
-    try:
-        yield Nodes(process)
-        process.stdin.close()
-        assert process.wait(STOP_TIMEOUT_S) == 0
-    finally:
-        process.kill()
-        process.wait()
+    with (
+        open(tmp_path_factory.mktemp("nodes") / "log", "wb") as log,
+        program("several_nodes", stderr=log) as running,
+    ):
+        yield Nodes(running)
 
 
 ASKS = [Ask("def read_lines(path):\n", 1.0, seed, max_tokens=80) for seed in range(4)]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.reaper import runs
 
 T = TypeVar("T")
+ROOT = Path(__file__).parents[3]
 
 TEST_MARK = "MARK_OF_A_TEST"
 CACHE_BUDGET_MB = "256"
@@ -127,6 +129,40 @@ def launch(*options: str, mark: str = "", stderr: int | None = None) -> subproce
     command = [sys.executable, "-m", "orchestrator.launcher.cluster", *options]
     environment = {"GAMMARAY_CACHE_BUDGET_MB": CACHE_BUDGET_MB, **os.environ, TEST_MARK: mark}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+
+
+class Program:
+    """A program beside this file that answers in lines; see `program`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def answer(self, timeout_s: float) -> str:
+        """Return its next line, which it writes at once; empty if it has ended."""
+        assert self._process.stdout is not None
+        is_there, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        assert is_there, f"no answer within {timeout_s:g} s"
+        return self._process.stdout.readline().decode().strip()
+
+    def ask(self, line: str, timeout_s: float) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+        return self.answer(timeout_s)
+
+
+@contextmanager
+def program(name: str, *arguments: str, stderr: Any = None) -> Iterator[Program]:
+    """Run a program of tests/support/cluster in a process of its own; it ends with its standard input."""
+    command = [sys.executable, "-m", f"{__package__}.{name}", *arguments]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=stderr, bufsize=0)
+    try:
+        yield Program(process)
+        process.communicate(timeout=STOP_TIMEOUT_S)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def started_with(mark: str) -> list[str]:
