@@ -125,11 +125,6 @@ def complete(cluster: Cluster, **options) -> Completion:
         return client.complete("def read_lines(path):", max_tokens=96, seed=1, temperature=0.7, **options)
 
 
-def wait_for_drafter(cluster: Cluster) -> None:
-    """Wait until the draft worker is not paused for being late, so that its proposals are counted."""
-    undisturbed(lambda: complete(cluster, gamma=4), is_without_model)
-
-
 def test_every_process_serves_every_metric_of_its_role(cluster):
     complete(cluster, gamma=4)
     found = scrape(cluster)
@@ -144,7 +139,9 @@ def test_every_process_serves_every_metric_of_its_role(cluster):
 
 @pytest.mark.needs("prometheus")
 def test_prometheus_answers_the_documented_queries_as_the_summary_does(cluster, tmp_path):
-    wait_for_drafter(cluster)
+    undisturbed(
+        lambda: complete(cluster, gamma=4), is_without_model
+    )  # the drafter is not paused for being late
     orchestrator_at_rest(cluster)
     with running_prometheus(cluster.http, tmp_path) as prometheus:
         prometheus.wait_for("count(gammaray_info)", 3)

@@ -43,7 +43,8 @@ async def fuzz_public(address: str, campaign: Campaign, name: str) -> None:
                 method = rng.choice(_SERVICE.methods)
             request = getattr(pb, method.input_type.name)()
             if method.name == "Generate":
-                _fill(request)
+                request.text, request.max_tokens = "def f(", 4
+                request.sampling.seed, request.gamma.fixed = 1, 3
             mutate_message(rng, request)
             data = request.SerializeToString()
             if rng.random() < 0.2:
@@ -74,12 +75,6 @@ async def _outcome(call: Any, rng: random.Random) -> tuple[str, str]:
     except grpc.aio.AioRpcError as error:
         return error.code().name, error.details() or ""
     return "OK", ""
-
-
-def _fill(request: pb.GenerateRequest) -> None:
-    request.text, request.max_tokens = "def f(", 4
-    request.sampling.seed = 1
-    request.gamma.fixed = 3
 
 
 def _metadata(rng: random.Random) -> list[tuple[str, str]]:

@@ -70,8 +70,9 @@ def blocks() -> list[Block]:
                 lines = [line for line in text.splitlines() if line.startswith(("gammaray ", "python -m "))]
             else:
                 continue
-            if lines:
-                found.append(Block(str(page.relative_to(ROOT)), text, tuple(map(_without_comment, lines))))
+            cleaned = [re.sub(r"\s{2,}# .*$", "", line).rstrip() for line in lines]
+            if cleaned:
+                found.append(Block(str(page.relative_to(ROOT)), text, tuple(cleaned)))
     return found
 
 
@@ -100,7 +101,3 @@ def _is_closed(command: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _without_comment(command: str) -> str:
-    return re.sub(r"\s{2,}# .*$", "", command).rstrip()
