@@ -99,13 +99,18 @@ class ScriptedNoise:
         return self.independent[start : start + count]
 
 
-def rows_of(model: TinyModel, context: Context, proposal: Proposal) -> Tensor:
-    """Return the model's log-probabilities for verify, [len(proposal) + 1, vocab_size] float64."""
+def paths_of(context: Context, proposal: Proposal) -> list[Context]:
+    """Return the tokens up to the root and each node of a proposal."""
     paths = [context]
     for node, token_id in enumerate(proposal.token_ids):
         parent = node - 1 if proposal.parents is None else proposal.parents[node]
         paths.append((*paths[parent + 1], token_id))
-    return model.log_probs(paths)
+    return paths
+
+
+def rows_of(model: TinyModel, context: Context, proposal: Proposal) -> Tensor:
+    """Return the model's log-probabilities for verify, [len(proposal) + 1, vocab_size] float64."""
+    return model.log_probs(paths_of(context, proposal))
 
 
 def assert_draws_from(draw: Callable[[Tensor], int], weights: Sequence[float]) -> None:

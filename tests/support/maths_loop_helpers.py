@@ -14,9 +14,9 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.verification.rules import verify
 from tests.support.drafting_helpers import propose_token
+from tests.support.maths_helpers import Context, paths_of
 from tests.support.processing_helpers import processed
 
-Context = tuple[int, ...]
 Drafter = Callable[["Speculator", Context], Proposal]
 BITS = 10
 
@@ -63,12 +63,8 @@ class Speculator:
         """Return the processed rows of a model after `context` and the nodes of a proposal."""
         key = (model is self.target, context, proposal.token_ids, proposal.parents)
         if key not in self.known:
-            paths = [context]
-            for node, token_id in enumerate(proposal.token_ids):
-                parent = node - 1 if proposal.parents is None else proposal.parents[node]
-                paths.append((*paths[parent + 1], token_id))
             rows = processed(
-                torch.stack([model.logits(path) for path in paths]),
+                torch.stack([model.logits(path) for path in paths_of(context, proposal)]),
                 self.params,
                 prompt=context[: len(self.prompt)],
                 output=context[len(self.prompt) :],
