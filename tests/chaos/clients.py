@@ -188,8 +188,7 @@ async def hear_all(http: httpx.AsyncClient, body: dict[str, object], heard: Hear
     """
     for connections in itertools.count(1):
         try:
-            async for _ in heard.over_http(http, body, path):
-                pass
+            await heard.over_http(http, body, path)
             return connections
         except AnswerError as error:
             if not error.may_pass:

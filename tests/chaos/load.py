@@ -5,7 +5,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,9 +130,9 @@ class Heard:
         return self.said
 
     async def over_http(
-        self, http: httpx.AsyncClient, body: dict[str, Any], path: str = PATH
-    ) -> AsyncGenerator[None, None]:
-        """Yield after each event, of those after the last one that was heard, until the end.
+        self, http: httpx.AsyncClient, body: dict[str, Any], path: str = PATH, count: int | None = None
+    ) -> None:
+        """Hear so many events after the last one that was heard, by default all to the end.
 
         Raises:
             AnswerError: The answer or an event is an error, or the events have no end.
@@ -154,7 +154,9 @@ class Heard:
                 elif line.startswith("data: "):
                     self._take(json.loads(line[6:]))
                     self._last_id = event_id or self._last_id
-                    yield
+                    count = None if count is None else count - 1
+                    if count == 0:
+                        return
         raise AnswerError("events without an end", may_pass=True)
 
     def _take(self, event: dict[str, Any]) -> None:
