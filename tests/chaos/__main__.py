@@ -48,14 +48,11 @@ def _given() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="Of each cluster. Default: 5.")
     parser.add_argument("--seed", type=int, default=0, help="Of the order of what happens. Default: 0.")
-    parser.add_argument(
-        "--drafters", default="model", help=f"all, or some of {', '.join(KINDS)}. Default: model."
-    )
+    parser.add_argument("--drafters", default="model", help=f"all, or of {', '.join(KINDS)}. Default: model.")
     parser.add_argument("--streams", type=int, default=14, help="Over gRPC at one time. Default: 14.")
     parser.add_argument("--tokens", type=int, default=200, help="Tokens of each completion. Default: 200.")
-    parser.add_argument(
-        "--engine", default="auto", choices=("auto", "vllm"), help="Of the workers. Default: auto."
-    )
+    engines = ("auto", "vllm")
+    parser.add_argument("--engine", default="auto", choices=engines, help="Of the workers. Default: auto.")
     parser.add_argument("--roles", default=",".join(ROLES), help="Who is struck. Default: all.")
     parser.add_argument("--out", type=Path, help="New file for the result.")
     parser.add_argument("--network", action="store_true", help="Troubles of networks, Redis, disks, clocks.")

@@ -56,9 +56,7 @@ async def run(stage: Any, options: Options, troubles: Iterable[Trouble]) -> Meas
         stage: What they befall; has `grpc`, `http` and `ways` like a `Stage`.
     """
     say, wanted = partial(print, flush=True), asks(options.streams, options.max_tokens)
-    say(
-        f"{options.streams} streams over gRPC, {options.over_http} over HTTP; first plain and undisturbed ..."
-    )
+    say(f"{options.streams} streams over gRPC, {options.over_http} over HTTP; first plain, undisturbed ...")
     expected = await reference(stage.grpc.partition(",")[0], wanted)
     limits = options.deadline_s, options.over_http, options.may_fail, options.resume_s
     clients = Clients(stage.grpc, stage.http, streams(wanted, stage.ways), expected, *limits)

@@ -75,10 +75,9 @@ def test_each_application_waits_for_the_marks_of_its_own_models():
             assert application(role, merged(CACHED, values))["args"].get("after") == marks, values
     offline = release(CACHED)
     assert {role for role in ROLES if at(offline, f"env {role} HF_HUB_OFFLINE")} == set(BUILDERS)
+    mount = {"name": "models", "mountPath": "/models"}
     for role, group in groups(CACHED).items():  # the head builds applications
-        assert {"name": "models", "mountPath": "/models"} in container(group["template"])["volumeMounts"], (
-            role
-        )
+        assert mount in container(group["template"])["volumeMounts"], role
 
 
 @pytest.mark.parametrize("role", BUILDERS)
@@ -230,9 +229,7 @@ def test_patch_of_an_unknown_container_or_field_is_refused():
     for component in COMPONENTS:
         missing = {"patch": {"spec": {"containers": [{"name": "missing", "envFrom": FROM}]}}}
         values = merged(EVERYTHING, of_component(component, missing))
-        with pytest.raises(
-            helm_python.HelmRenderError, match=f'the pod "{component}" has no container "missing"'
-        ):
+        with pytest.raises(helm_python.HelmRenderError, match=f'"{component}" has no container "missing"'):
             render(values)
     for values in ({"pods": {"patch": {"sepc": {}}}}, {"service": {"patch": {"status": {}}}}):
         with pytest.raises(helm_python.HelmValuesError, match=r"sepc|status"):

@@ -31,11 +31,9 @@ START_TIMEOUT_S = 330
 SERVER_PACKAGES = ("torch", "ray", "redis", "transformers", "numpy", "fastapi", "gammaray_demo_pair")
 
 
-def run(command: list[str], timeout_s: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], timeout_s: float = 120, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run a command without the variable that leads to the checkout."""
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, env=elsewhere(), **options
-    )
+    return subprocess.run(command, env=elsewhere(), capture_output=True, text=True, timeout=timeout_s, **more)
 
 
 def elsewhere() -> dict[str, str]:

@@ -89,9 +89,7 @@ def test_every_role_runs_once_and_answers_its_readiness_probe(addresses):
 
 def test_helm_test_passes(addresses):
     (container,) = manifest("pod-test.yaml")["spec"]["containers"]
-    command = [
-        f"http://{addresses[0]}" if part.startswith("http://") else part for part in container["command"]
-    ]
+    command = [f"http://{addresses[0]}" if one.startswith("http://") else one for one in container["command"]]
     ended = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     assert "/v1/completions: '" in ended.stdout

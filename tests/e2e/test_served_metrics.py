@@ -139,9 +139,7 @@ def test_every_process_serves_every_metric_of_its_role(cluster):
 
 @pytest.mark.needs("prometheus")
 def test_prometheus_answers_the_documented_queries_as_the_summary_does(cluster, tmp_path):
-    undisturbed(
-        lambda: complete(cluster, gamma=4), is_without_model
-    )  # the drafter is not paused for being late
+    undisturbed(lambda: complete(cluster, gamma=4), is_without_model)  # a drafter that was late is paused
     orchestrator_at_rest(cluster)
     with running_prometheus(cluster.http, tmp_path) as prometheus:
         prometheus.wait_for("count(gammaray_info)", 3)

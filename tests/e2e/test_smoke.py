@@ -93,9 +93,7 @@ def two_orchestrators(cluster: Cluster) -> list[psutil.Process]:
         found.clear()
         with suppress(GammarayError, psutil.Error):
             for _ in range(4):  # a new connection goes to the next one
-                found.append(
-                    {one.pid for one in cluster.status() if one.role == "orchestrator" and one.healthy}
-                )
+                found.append({p.pid for p in cluster.status() if p.role == "orchestrator" and p.healthy})
             is_same = len(found[0]) == 2 and found.count(found[0]) == len(found)
             return is_same and all(runs(psutil.Process(pid)) for pid in found[0])
         return False

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -111,9 +112,7 @@ async def fuzz_worker(address: str, role: str, campaign: Campaign, name: str) ->
             )
             code, text = await _outcome(call, rng)
             # gRPC itself answers a frame that is no protobuf with UNKNOWN or INTERNAL.
-            is_parse = code in ("INTERNAL", "UNKNOWN") and (
-                "deserializ" in text.lower() or "pars" in text.lower()
-            )
+            is_parse = code in ("INTERNAL", "UNKNOWN") and re.search("deserializ|pars", text, re.IGNORECASE)
             wrong = None if code in ALLOWED - {"DEADLINE_EXCEEDED"} or is_parse else f"{role}: {code} {text}"
             campaign.count(f"{role} stream", code, wrong=wrong)
         await _release(channel, f"/gammaray.v1.{service}/{method}", role, names)

@@ -52,9 +52,7 @@ async def schemathesis(base_url: str, campaign: Campaign, seed: int, timeout_s: 
         except asyncio.TimeoutError:
             process.kill()
             await process.wait()
-            campaign.count(
-                SURFACE, "hang", wrong=f"schemathesis does not end within {GRACE_S:g} s of its time"
-            )
+            campaign.count(SURFACE, "hang", wrong=f"schemathesis has not ended {GRACE_S:g} s after its time")
             return
     text = output.decode(errors="replace")
     counted = _COUNTED.search(text)

@@ -51,7 +51,6 @@ def answered(network, words, environment):
         output, _ = process.communicate(timeout=START_S)
         if process.returncode == 0:
             return output
-        assert time.monotonic() < ends, [
-            log.read_text() for host in network.hosts.values() for log in host.logs
-        ]
+        logs = (log for host in network.hosts.values() for log in host.logs)
+        assert time.monotonic() < ends, [log.read_text() for log in logs]
         time.sleep(1)

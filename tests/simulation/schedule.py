@@ -254,9 +254,8 @@ class Run:
             if stream.ended == FinishReason.LENGTH.value:
                 is_whole = len(stream.received) == len(stream.expected)
                 if not (is_whole or self._may_resume_second(stream)):
-                    self.fail(
-                        f"{stream.name}: ended with {len(stream.received)} of {len(stream.expected)} tokens"
-                    )
+                    counts = f"{len(stream.received)} of {len(stream.expected)}"
+                    self.fail(f"{stream.name}: ended with {counts} tokens")
             elif not self._is_excused(stream):
                 self.fail(f"{stream.name}: ended with {stream.ended}: {stream.error}")
 

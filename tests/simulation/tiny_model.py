@@ -97,6 +97,7 @@ def plain_tokens(prompt: tuple[int, ...], temperature: float, seed: int, count: 
 
 
 T = TypeVar("T")
+AnyQueue = BlockQueue[Any, Any]
 
 
 class SteppedEngine:
@@ -113,15 +114,13 @@ class SteppedEngine:
         fails_next: Whether the next step fails, as for want of memory.
     """
 
-    def __init__(
-        self, loop: SimulatedLoop, scheduler: BlockQueue[Any, Any], step_s: tuple[float, float]
-    ) -> None:
+    def __init__(self, loop: SimulatedLoop, scheduler: AnyQueue, step_s: tuple[float, float]) -> None:
         self._loop, self.scheduler, self.step_s = loop, scheduler, step_s
         self.fails_next = False
-        self._inbox: list[Callable[[BlockQueue[Any, Any]], None]] = []
+        self._inbox: list[Callable[[AnyQueue], None]] = []
         self._is_busy = False
 
-    def _put(self, command: Callable[[BlockQueue[Any, Any]], None]) -> None:
+    def _put(self, command: Callable[[AnyQueue], None]) -> None:
         self._inbox.append(command)
         if not self._is_busy:
             self._is_busy = True
@@ -158,15 +157,15 @@ class SteppedEngine:
     def release(self, endings: Sequence[Release]) -> None:
         self._put(lambda scheduler: scheduler.release(endings))
 
-    async def call(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
+    async def call(self, function: Callable[[AnyQueue], T]) -> T:
         future: asyncio.Future[T] = self._loop.create_future()
 
-        def command(scheduler: BlockQueue[Any, Any]) -> None:
+        def command(scheduler: AnyQueue) -> None:
             if not future.done():
                 future.set_result(function(scheduler))
 
         self._put(command)
         return await future
 
-    def look(self, function: Callable[[BlockQueue[Any, Any]], T]) -> T:
+    def look(self, function: Callable[[AnyQueue], T]) -> T:
         return function(self.scheduler)

@@ -68,9 +68,8 @@ class Observer:
                     (tasks,) = (one.value for one in samples if one.name == "gammaray_tasks")
                     figures[process.role, "tasks"] += tasks
                     # What ended sessions have left fills up to its bounds by design, and not within minutes.
-                    retained = (
-                        one.value for one in samples if one.name == "gammaray_worker_cache_retained_bytes"
-                    )
+                    name = "gammaray_worker_cache_retained_bytes"
+                    retained = (one.value for one in samples if one.name == name)
                     figures[process.role, "rss_mb"] -= sum(retained) / 2**20
         return Census(
             at_s,

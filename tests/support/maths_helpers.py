@@ -331,9 +331,7 @@ def completed(distribution: Distribution, target: TinyModel, context: Context, l
         if len(tokens) >= length:
             done[tokens[:length]] += prob
             continue
-        todo += [
-            ((*tokens, v), prob * p) for v, p in enumerate(target.distribution(context + tokens)) if p > 0
-        ]
+        todo += [((*tokens, v), prob * p) for v, p in enumerate(target.distribution(context + tokens)) if p]
     return done
 
 

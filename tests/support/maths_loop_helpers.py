@@ -83,9 +83,8 @@ class Speculator:
             )
             tokens.append(token_id)
             distributions.append(distribution)
-        return Proposal(
-            tuple(tokens), None, tuple(distributions) if distributions and distributions[0] else None
-        )
+        are_sampled = bool(distributions) and distributions[0] is not None
+        return Proposal(tuple(tokens), None, tuple(distributions) if are_sampled else None)
 
     def cycle(self, context: Context, proposal: Proposal) -> Context:
         """Verify a proposal and return the emitted tokens."""
@@ -140,9 +139,8 @@ def g_test(counts: Sequence[int], distribution: Sequence[float]) -> float:
     small = [index for index, prob in enumerate(distribution) if prob * total < 5]
     large = [index for index, prob in enumerate(distribution) if prob * total >= 5]
     observed = [counts[index] for index in large] + [sum(counts[index] for index in small)]
-    expected = [distribution[index] * total for index in large] + [
-        sum(distribution[index] for index in small) * total
-    ]
+    expected = [distribution[index] * total for index in large]
+    expected.append(sum(distribution[index] for index in small) * total)
     pairs = [(o, e) for o, e in zip(observed, expected, strict=True) if e > 0]
     g = 2 * math.fsum(o * math.log(o / e) for o, e in pairs if o)
     return float(stats.chi2.sf(g, len(pairs) - 1))

@@ -53,9 +53,8 @@ def follows_grammar(output: Sequence[int], token_id: int, eos: Sequence[int]) ->
 
 
 def _is_possible(text: str, token_id: int) -> bool:
-    return (
-        token_id < len(TOKENS) and set(TOKENS[token_id]) <= set("abc") and "cc" not in text + TOKENS[token_id]
-    )
+    is_of_text = token_id < len(TOKENS) and set(TOKENS[token_id]) <= set("abc")
+    return is_of_text and "cc" not in text + TOKENS[token_id]
 
 
 def processed(

@@ -148,9 +148,8 @@ class ScriptedBackend:
     def _chunk(self, request: GenerationRequest, pieces: Sequence[bytes], number: int, piece: bytes) -> Chunk:
         done = b"".join(pieces[:number]).decode("utf-8", "ignore")
         text = b"".join(pieces[: number + 1]).decode("utf-8", "ignore")[len(done) :]
-        top = tuple(
-            TopLogprob(rank, -1.0 - rank, b"t%d" % rank) for rank in range(request.num_top_logprobs or 0)
-        )
+        ranks = range(request.num_top_logprobs or 0)
+        top = tuple(TopLogprob(rank, -1.0 - rank, b"t%d" % rank) for rank in ranks)
         logprob = None if request.num_top_logprobs is None else -0.5
         token = EmittedToken(number + 1, TokenOrigin.ACCEPTED, piece, logprob, top, DrafterKind.SUFFIX)
         last = number == len(pieces) - 1

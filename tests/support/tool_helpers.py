@@ -168,9 +168,8 @@ STRICT = """{%- for message in messages %}
 def raw_tokenizer(added: Mapping[str, bool]) -> RawTokenizer:
     tokenizer = RawTokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
     for text, special in added.items():
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(
-            [AddedToken(text, special=special)]
-        )
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add([AddedToken(text, special=special)])
     return tokenizer
 
 
@@ -244,9 +243,8 @@ def assembled(events: Iterable[CallEvent]) -> tuple[str, list[tuple[str, str, st
                 assert index == len(begun) - 1
                 assert index not in ended
                 ended[index] = is_whole
-    return "".join(text), [
-        (call.call_id, call.name, arguments[call.index], ended[call.index]) for call in begun
-    ]
+    calls = [(call.call_id, call.name, arguments[call.index], ended[call.index]) for call in begun]
+    return "".join(text), calls
 
 
 def plan_text(plan: CallPlan, calls: Iterable[tuple[str, str]]) -> str:

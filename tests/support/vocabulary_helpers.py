@@ -66,9 +66,8 @@ def byte_fallback(words: Sequence[str], *, bos: bool = True, num_bytes: int = 25
         from tokenizers.processors import TemplateProcessing
 
         tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    ends = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
 
 
 def word_pieces() -> PreTrainedTokenizerFast:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+Policy = dict[str, Any]
 OWN_NAMESPACE: Mapping[str, str] = {"kubernetes.io/metadata.name": "somewhere"}
 
 
@@ -20,7 +21,7 @@ class Pod:
     namespace: Mapping[str, str] = field(default_factory=lambda: OWN_NAMESPACE)
 
 
-def may_reach(policies: Iterable[dict[str, Any]], source: Pod, goal: Pod, port: int) -> bool:
+def may_reach(policies: Iterable[Policy], source: Pod, goal: Pod, port: int) -> bool:
     """Return whether `source` may open a TCP port of `goal`, a pod in the release's namespace.
 
     A pod that no policy selects is open to all; else some rule of some policy must allow it.
@@ -28,13 +29,11 @@ def may_reach(policies: Iterable[dict[str, Any]], source: Pod, goal: Pod, port: 
     return _is_allowed(policies, "Ingress", goal, source, port)
 
 
-def may_leave(policies: Iterable[dict[str, Any]], source: Pod, goal: Pod, port: int) -> bool:
+def may_leave(policies: Iterable[Policy], source: Pod, goal: Pod, port: int) -> bool:
     return _is_allowed(policies, "Egress", source, goal, port)
 
 
-def _is_allowed(
-    policies: Iterable[dict[str, Any]], direction: str, selected: Pod, peer: Pod, port: int
-) -> bool:
+def _is_allowed(policies: Iterable[Policy], direction: str, selected: Pod, peer: Pod, port: int) -> bool:
     """Return whether the policies that select a pod allow traffic in a direction with a peer."""
     selecting = [
         policy["spec"]
@@ -49,9 +48,7 @@ def _is_allowed(
 
 def _allows(rule: dict[str, Any], key: str, source: Pod, port: int) -> bool:
     ports, peers = rule.get("ports"), rule.get(key)
-    is_port = not ports or any(
-        entry["port"] <= port <= entry.get("endPort", entry["port"]) for entry in ports
-    )
+    is_port = not ports or any(one["port"] <= port <= one.get("endPort", one["port"]) for one in ports)
     return is_port and (not peers or any(_is_peer(peer, source) for peer in peers))
 
 

@@ -180,9 +180,8 @@ def asked(process: ProcessStatus) -> ProcessStatus:
     if process.role not in ("draft", "target"):
         return process
     info = info_of(process)
-    return replace(
-        process, sessions=info.num_sessions, num_queued=info.num_queued, cache_bytes=info.cache_bytes
-    )
+    held = {"sessions": info.num_sessions, "num_queued": info.num_queued, "cache_bytes": info.cache_bytes}
+    return replace(process, **held)
 
 
 def info_of(worker: ProcessStatus) -> Any:
