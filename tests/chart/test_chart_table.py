@@ -7,10 +7,12 @@ import gammaray
 from gammaray.config import OrchestratorSettings
 from gammaray.deploy.serve_config import WORKER_PORT
 from tests.support.chart.chart_helpers import (
+    DIGEST,
     EVERYTHING,
     NAME,
     NAMESPACE,
     ROLES,
+    TWO_MODELS,
     VARIANTS,
     at,
     chart,
@@ -25,7 +27,6 @@ HTTP_NAMES = ",".join(
     for end in ("", f".{NAMESPACE}", f".{NAMESPACE}.svc", f".{NAMESPACE}.svc.cluster.local")
 )
 INGRESS = {"ingress": {"enabled": True, "httpHost": "a.example", "grpcHost": "b.example"}}
-TWO_MODELS = {"target": "team/large", "draft": "team/small"}
 DRAFT_TARGET, DRAIN = "args draft settings target", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 ENDPOINT, EXPORTERS = "env draft OTEL_EXPORTER_OTLP_ENDPOINT", "collector service pipelines traces exporters"
 NVIDIA, MIG, AMD = "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "amd.com/gpu"
@@ -34,7 +35,6 @@ EGRESS = {"networkPolicy": {"egress": {"enabled": True}}}
 URL, ON = {"urlSecret": {"name": "mine"}}, {"enabled": True}
 PREFIX = f"{NAMESPACE}.{NAME}"
 VERSION, GPU, HEAD = gammaray.__version__, "gammaray-worker-gpu", "gammaray-orchestrator"
-DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 
 
 def secret(name, key):

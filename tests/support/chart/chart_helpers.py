@@ -27,11 +27,11 @@ COMPONENTS: dict[str, tuple[str, ...]] = {
 }
 """Every component with pods -> the key of its values."""
 
-CACHED: dict[str, Any] = {
-    "modelCache": {"enabled": True},
-    "models": {"target": "team/large", "draft": "team/small"},
-}
+TWO_MODELS = {"target": "team/large", "draft": "team/small"}
+CACHED: dict[str, Any] = {"modelCache": {"enabled": True}, "models": TWO_MODELS}
 """Models that a Job downloads for all pods."""
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
 
 REGISTRY: dict[str, Any] = {"image": {"registry": "registry.example.com/gammaray"}}
 """What every variant needs, since no image of gammaray is published."""
@@ -50,7 +50,7 @@ EVERYTHING: dict[str, Any] = {
         "initContainers": [{"name": "prepare", "image": "registry.example.com/prepare:1"}],
         "sidecars": [{"name": "agent", "image": "registry.example.com/agent:1"}],
     },
-    "models": {"target": "team/large", "draft": "team/small"},
+    "models": TWO_MODELS,
     "orchestrator": {"settings": {"max_gamma": 6}},
     "draft": {"workers": "0:4", "acceleratorType": "NVIDIA-L4", "settings": {"draft_ahead": False}},
     "target": {"workers": "2:3", "gpus": 1, "nodeSelector": {"zone": "a"}},
