@@ -49,23 +49,6 @@ def _wrong_distributions(worker: ScriptedWorker, block: Any, rng: random.Random)
     return worker.result(block, proposal=proposal)
 
 
-def _far_too_many(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
-    return worker.result(block, proposal=pb.Proposal(token_ids=[1] * 1_000_000))
-
-
-def _any_need(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
-    return worker.result(block, need=pb.NeedTokens(position=rng.choice([0, 1, 5, 10**6, 2**32 - 1])))
-
-
-def _any_error(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
-    code = rng.choice([0, 1, 3, 4, 8, 9, 13, 14, 16, 17, 2**32 - 1])
-    return worker.result(block, error=pb.BlockError(code=code, message=rng.choice(["", "x" * 100_000])))
-
-
-def _nothing(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
-    return worker.result(block)
-
-
 def _another_id(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
     result = worker.work(block)
     result.request_id = rng.choice([0, block.request_id + 1, 2**64 - 1])
@@ -97,18 +80,28 @@ def _bad_verdict(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
     return result
 
 
-DRAFTERS: list[Answer] = [
-    _garbage_ids,
-    _wrong_parents,
-    _wrong_distributions,
-    _far_too_many,
-    _any_need,
-    _any_error,
-    _nothing,
-    _another_id,
-    _twice,
-]
-TARGETS: list[Answer] = [_bad_verdict, _bad_verdict, _any_need, _any_error, _nothing, _another_id, _twice]
+POSITIONS, CODES = [0, 1, 5, 10**6, 2**32 - 1], [0, 1, 3, 4, 8, 9, 13, 14, 16, 17, 2**32 - 1]
+EITHER: dict[str, Answer] = {
+    "any need": lambda worker, block, rng: worker.result(
+        block, need=pb.NeedTokens(position=rng.choice(POSITIONS))
+    ),
+    "any error": lambda worker, block, rng: worker.result(
+        block, error=pb.BlockError(code=rng.choice(CODES), message=rng.choice(["", "x" * 100_000]))
+    ),
+    "nothing": lambda worker, block, rng: worker.result(block),
+    "another id": _another_id,
+    "twice": _twice,
+}
+DRAFTERS: dict[str, Answer] = {
+    "garbage ids": _garbage_ids,
+    "wrong parents": _wrong_parents,
+    "wrong distributions": _wrong_distributions,
+    "far too many": lambda worker, block, rng: worker.result(
+        block, proposal=pb.Proposal(token_ids=[1] * 1_000_000)
+    ),
+    **EITHER,
+}
+TARGETS: dict[str, Answer] = {"bad verdict": _bad_verdict, **EITHER}
 
 
 async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign) -> None:
@@ -121,8 +114,8 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
         async with running(redis, target, drafter.address, **settings) as orchestrator:
             plain: dict[str, list[int]] = {}
             for _ in campaign.rounds():
-                answer = rng.choice(DRAFTERS)
-                drafter.on_block = lambda block, answer=answer: answer(drafter, block, rng)
+                name = rng.choice(list(DRAFTERS))
+                drafter.on_block = lambda block, name=name: DRAFTERS[name](drafter, block, rng)
                 base = _request(rng, GammaPolicy(0))
                 if repr(base) not in plain:
                     plain[repr(base)] = await _tokens(orchestrator, base)
@@ -133,8 +126,8 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
                 got = await _tokens(orchestrator, request)
                 # These depend on the drafter's distribution, which is wrong here: only counts match.
                 is_fine = len(got) == NUM_TOKENS if rejecting else got == plain[repr(base)]
-                wrong = None if is_fine else f"{answer.__name__} changed the tokens of {request}: {got}"
-                campaign.count("hostile drafter", answer.__name__.lstrip("_"), wrong=wrong)
+                wrong = None if is_fine else f"{name} changed the tokens of {request}: {got}"
+                campaign.count("hostile drafter", name, wrong=wrong)
     finally:
         await drafter.stop()
 
@@ -148,16 +141,16 @@ async def fuzz_with_hostile_target(redis: Any, campaign: Campaign) -> None:
         settings = {"verify_timeout_s": 1.0, "worker_wait_s": 1.0, "redis_prefix": "hostile-target"}
         async with running(redis, target.address, "", **settings) as orchestrator:
             for _ in campaign.rounds():
-                answer = rng.choice(TARGETS)
-                target.on_block = lambda block, answer=answer: answer(target, block, rng)
+                name = rng.choice(["bad verdict", *TARGETS])
+                target.on_block = lambda block, name=name: TARGETS[name](target, block, rng)
                 try:
                     await _tokens(orchestrator, _request(rng, GammaPolicy(0), rng.choice([None, 0, 3])))
                 except asyncio.TimeoutError:
-                    campaign.count("hostile target", "hang", wrong=f"{answer.__name__}: no end")
+                    campaign.count("hostile target", "hang", wrong=f"{name}: no end")
                 except GammarayError as error:
                     # One that is ours by accident would be a bug in our own code.
                     is_bug = type(error) is InternalError and "Error)" in str(error)
-                    wrong = f"{answer.__name__}: {error}" if is_bug else None
+                    wrong = f"{name}: {error}" if is_bug else None
                     campaign.count("hostile target", type(error).__name__, wrong=wrong)
                 else:
                     campaign.count("hostile target", "completed")
