@@ -402,8 +402,7 @@ def test_versions_of_images_are_in_the_values_alone_and_the_docs_list_every_imag
     for component in ("redis", "jaeger", "collector"):
         path = (*COMPONENTS[component], "image")
         assert f"`{'.'.join(path)}`" in page
-        values = of_component(
-            component, {"image": at(defaults, " ".join(path)).partition(":")[0] + f"@{DIGEST}"}
-        )
+        name = at(defaults, " ".join(path)).partition(":")[0]
+        values = of_component(component, {"image": f"{name}@{DIGEST}"})
         chart().validate_schema(values)
         assert DIGEST in str(every_pod(merged(EVERYTHING, values)))

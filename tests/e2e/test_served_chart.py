@@ -65,10 +65,9 @@ def addresses(tmp_path_factory):
 
 def test_configuration_of_the_chart_serves_the_targets_own_text(addresses):
     with Client(addresses[1], timeout_s=120) as client:
-        plain = client.complete(PROMPT, max_tokens=24, temperature=0, gamma=0)
-        drafted = undisturbed(
-            lambda: client.complete(PROMPT, max_tokens=24, temperature=0, gamma=4), is_without_model
-        )
+        options = {"max_tokens": 24, "temperature": 0}
+        plain = client.complete(PROMPT, **options, gamma=0)
+        drafted = undisturbed(lambda: client.complete(PROMPT, **options, gamma=4), is_without_model)
     assert plain.text == drafted.text
     assert drafted.summary.accepted_tokens > 0
     assert plain.summary.drafted_tokens == 0

@@ -93,8 +93,7 @@ def _metadata(rng: random.Random) -> list[tuple[str, str]]:
 
 async def fuzz_worker(address: str, role: str, campaign: Campaign, name: str) -> None:
     rng, names = campaign.dice(name), set[str]()
-    service = "TargetService" if role == "target" else "DraftService"
-    method = "Verify" if role == "target" else "Propose"
+    path = f"/gammaray.v1.{'TargetService/Verify' if role == 'target' else 'DraftService/Propose'}"
     async with grpc.aio.insecure_channel(address, OPTIONS) as channel:
         while not campaign.is_over:
             frames = [_frame(role, rng, names) for _ in range(rng.choice([1, 2, 5]))]
@@ -107,15 +106,13 @@ async def fuzz_worker(address: str, role: str, campaign: Campaign, name: str) ->
                     yield frame
                     await asyncio.sleep(0.01)
 
-            call = channel.stream_stream(f"/gammaray.v1.{service}/{method}")(
-                requests(), timeout=ANSWER_TIMEOUT_S
-            )
+            call = channel.stream_stream(path)(requests(), timeout=ANSWER_TIMEOUT_S)
             code, text = await _outcome(call, rng)
             # gRPC itself answers a frame that is no protobuf with UNKNOWN or INTERNAL.
             is_parse = code in ("INTERNAL", "UNKNOWN") and re.search("deserializ|pars", text, re.IGNORECASE)
             wrong = None if code in ALLOWED - {"DEADLINE_EXCEEDED"} or is_parse else f"{role}: {code} {text}"
             campaign.count(f"{role} stream", code, wrong=wrong)
-        await _release(channel, f"/gammaray.v1.{service}/{method}", role, names)
+        await _release(channel, path, role, names)
 
 
 def _names(role: str, data: bytes) -> set[str]:

@@ -23,6 +23,7 @@ PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Stack:\n    def ", "fo
 METHODS = [VerificationMethod.COUPLED, VerificationMethod.NAIVE]
 REJECTING = [VerificationMethod.REJECTION, VerificationMethod.BLOCK]
 NUMBERS = [0, 1, 2, VOCAB - 1, VOCAB, 2**31, 2**32 - 1]
+PARENTS = [-1, 0, 1, 2, 7, -5, 2**31 - 1, -(2**31)]
 Answer = Callable[[ScriptedWorker, Any, random.Random], Any]
 
 
@@ -33,9 +34,7 @@ def _garbage_ids(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
 
 def _wrong_parents(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
     ids = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 8]))]
-    parents = [
-        rng.choice([-1, 0, 1, 2, 7, -5, 2**31 - 1, -(2**31)]) for _ in range(rng.choice([len(ids), 1, 20]))
-    ]
+    parents = [rng.choice(PARENTS) for _ in range(rng.choice([len(ids), 1, 20]))]
     return worker.result(block, proposal=pb.Proposal(token_ids=ids, parents=parents))
 
 

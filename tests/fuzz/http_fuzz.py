@@ -162,13 +162,11 @@ def _headers(rng: random.Random) -> dict[str, str]:
 def _rubbish(base_url: str, rng: random.Random) -> None:
     """Open a connection that sends malformed HTTP; responses are read and ignored."""
     where = urlsplit(base_url)
-    request = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 30\r\n\r\n" + TEXTS[6].encode()[:30]
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 30\r\n\r\n"
     try:
         with socket.create_connection((where.hostname or "", where.port or 0), timeout=5) as connection:
             connection.settimeout(1)
-            connection.sendall(mutate_bytes(rng, request))
+            connection.sendall(mutate_bytes(rng, head + TEXTS[6].encode()[:30]))
             connection.recv(1000)
     except OSError:
         return

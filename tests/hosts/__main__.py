@@ -13,9 +13,7 @@ from tests.hosts.cluster import running
 from tests.hosts.faults import FAULTS, LAST, QUICK_S
 from tests.hosts.network import missing
 
-OPTIONS = Options(
-    3600, streams=4, over_http=0, max_tokens=96, deadline_s=200, resume_s=RetryPolicy().resume_s
-)
+OPTIONS = Options(1e4, streams=4, over_http=0, max_tokens=96, deadline_s=200, resume_s=RetryPolicy().resume_s)
 
 
 def main() -> int:

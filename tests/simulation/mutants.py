@@ -62,9 +62,8 @@ def script(text: str, new: str = "") -> Callable[[ast.AST], _Edit]:
     def edit(place: ast.AST) -> _Edit:
         strings = [node.value for node in ast.walk(place) if isinstance(node, ast.Constant)]
         (found,) = (value for value in strings if text in value)
-        return _Edit(
-            lambda node: isinstance(node, ast.Constant) and node.value == found, found.replace(text, new, 1)
-        )
+        changed = found.replace(text, new, 1)
+        return _Edit(lambda node: isinstance(node, ast.Constant) and node.value == found, changed)
 
     return edit
 

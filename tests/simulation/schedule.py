@@ -319,7 +319,6 @@ class Run:
                 continue
             if worker.streams.num_ids or worker.engine.scheduler.num_queued:
                 self.fail(f"{name}: blocks are left")
-            if not self.outcome.injected.keys() & BREAKING and (
-                left := list(worker.engine.scheduler.sessions)
-            ):
+            left = list(worker.engine.scheduler.sessions)
+            if left and not self.outcome.injected.keys() & BREAKING:
                 self.fail(f"{name}: sessions are left: {left}")

@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "helm" / "gammaray" / "README.md"]
 
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 HERE = r"gammaray keys\b"
 """Run as they stand, in a folder of their own."""
 RENDERED = r"helm (install|upgrade|diff upgrade|template) "
@@ -61,9 +62,7 @@ class Block:
 def blocks() -> list[Block]:
     found = []
     for page in PAGES:
-        for language, text in re.findall(
-            r"^ *```(\w*)\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL
-        ):
+        for language, text in FENCED.findall(page.read_text()):
             if language == "console":
                 lines = _joined(text)
             elif not language:

@@ -159,9 +159,8 @@ def tiny_model(
 
 def plain_model(directory: Path) -> PreTrainedModel:
     """Load the directory as transformers does it, float32 with eager attention: the reference."""
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
 
 @torch.no_grad()

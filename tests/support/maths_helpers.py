@@ -159,12 +159,8 @@ def chain_proposals(
     distribution = shipped(context)
     for token_id, prob in drawn_tokens(distribution).items():
         for rest_prob, rest in chain_proposals(shipped, (*context, token_id), gamma - 1):
-            yield (
-                prob * rest_prob,
-                Proposal(
-                    (token_id, *rest.token_ids), None, (distribution, *(rest.draft_distributions or ()))
-                ),
-            )
+            distributions = (distribution, *(rest.draft_distributions or ()))
+            yield prob * rest_prob, Proposal((token_id, *rest.token_ids), None, distributions)
 
 
 def rejection_distribution(target: TinyModel, context: Context, proposal: Proposal) -> Distribution:

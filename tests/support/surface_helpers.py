@@ -33,6 +33,7 @@ SUMMARY = SpeculationSummary(
     accepted_tokens=1,
 )
 PIECES = (b"caf", b"\xc3", b"\xa9")
+Messages = Sequence[Mapping[str, Any]]
 MESSAGES_ONLY = ChatFormat("messages only")
 
 
@@ -214,9 +215,7 @@ class ScriptedBackend:
     def token_bytes(self, token_id: int) -> bytes:
         return b"<%d>" % token_id
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+    def render_chat(self, messages: Messages, tools: Messages = ()) -> str:
         if messages[0]["role"] == "assistant":
             raise InvalidArgumentError("messages", "an assistant first", "a user first")
         told = "".join(f"tool: {tool['function']['name']}\n" for tool in tools)

@@ -24,6 +24,7 @@ from orchestrator.api.http.tools.parser import (
 from orchestrator.text.chat import ChatFormat, chat_format, render
 from orchestrator.text.controls import ChatPrompt, Encoder
 
+Messages = Sequence[Mapping[str, Any]]
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "unit": {"enum": ["c", "f"]}},
@@ -183,9 +184,7 @@ class TemplateModel:
         self.tokenizer.response_template = response_template
         self.chat_format = chat_format(self.tokenizer)
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+    def render_chat(self, messages: Messages, tools: Messages = ()) -> str:
         return render(self.tokenizer, messages, tools, self.chat_format.roles)
 
     def encode_marked(self, prompt: ChatPrompt) -> tuple[int, ...]:

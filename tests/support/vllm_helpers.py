@@ -95,11 +95,9 @@ def answers(scheduler: Any, tasks: Sequence[VerifyTask | ProposeTask]) -> list[R
     raise AssertionError(f"{len(tasks) - len(replies)} blocks without an answer after {MAX_STEPS} steps")
 
 
-def ask(
-    scheduler: Any, session: Session, proposal: Proposal | Sequence[int] = NOTHING, **changes: Any
-) -> Any:
+def ask(scheduler: Any, session: Session, proposal: Proposal | Sequence[int] = NOTHING, **more: Any) -> Any:
     """Serve one block; return its verdict, which is committed, or what came instead of one."""
-    task = session.block(proposal, **changes)
+    task = session.block(proposal, **more)
     (reply,) = answers(scheduler, [task])
     if isinstance(reply.outcome, NeedTokens | GammarayError):
         return reply.outcome

@@ -144,9 +144,8 @@ class Driver:
 
     async def propose(self) -> Proposal:
         assert self.draft is not None
-        result = await self._feed(
-            self.draft, draft_pb.ProposeBlock, gamma=self.gamma, max_nodes=self.max_nodes
-        )
+        shape = {"gamma": self.gamma, "max_nodes": self.max_nodes}
+        result = await self._feed(self.draft, draft_pb.ProposeBlock, **shape)
         assert result.WhichOneof("outcome") == "proposal", result
         return proposal_from_proto(result.proposal, 2**31)
 
