@@ -1,5 +1,7 @@
 """What values give, as a table of values, paths into the rendered release, and what stands there."""
 
+import itertools
+
 import helm_python
 import pytest
 
@@ -27,9 +29,11 @@ HTTP_NAMES = ",".join(
     for end in ("", f".{NAMESPACE}", f".{NAMESPACE}.svc", f".{NAMESPACE}.svc.cluster.local")
 )
 INGRESS = {"ingress": {"enabled": True, "httpHost": "a.example", "grpcHost": "b.example"}}
+HOSTS = "args orchestrator settings allowed_hosts"
 DRAFT_TARGET, DRAIN = "args draft settings target", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 ENDPOINT, EXPORTERS = "env draft OTEL_EXPORTER_OTLP_ENDPOINT", "collector service pipelines traces exporters"
 NVIDIA, MIG, AMD = "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "amd.com/gpu"
+OF_MIG = {"draft": {"gpuResource": MIG}, "target": {"gpus": 2}}
 TLS = {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}}
 EGRESS = {"networkPolicy": {"egress": {"enabled": True}}}
 URL, ON = {"urlSecret": {"name": "mine"}}, {"enabled": True}
@@ -55,14 +59,14 @@ def pool(role, bounds, replicas, budget):
     }
 
 
-def gpus(role, resource, count):
-    """Return the rows of a pool's GPUs: asked for as one resource, and counted for Ray, which knows few."""
-    rows = {
-        f"containers {role} resources {kind} {name}": str(count) if name == resource else None
-        for kind in ("limits", "requests")
-        for name in (NVIDIA, MIG, AMD)
-    }
-    return {**rows, f"groups {role} rayStartParams num-gpus": str(count) if role in WORKERS else None}
+def gpus(**pools):
+    """Return the rows of pools' GPUs: asked for as one resource, and counted for Ray, which knows few."""
+    rows = {}
+    for role, (resource, count) in pools.items():
+        for kind, name in itertools.product(("limits", "requests"), (NVIDIA, MIG, AMD)):
+            rows[f"containers {role} resources {kind} {name}"] = str(count) if name == resource else None
+        rows[f"groups {role} rayStartParams num-gpus"] = str(count) if role in WORKERS else None
+    return rows
 
 
 def images(target, orchestrator):
@@ -105,12 +109,11 @@ DEFAULTS = {
     "containers orchestrator readinessProbe httpGet": {"path": "/-/healthz", "port": 8000},
     "containers head readinessProbe httpGet port": 8265,
     "pods head topologySpreadConstraints": None,
-    **gpus("draft", NVIDIA, 1),
-    **gpus("orchestrator", None, 0),
+    **gpus(draft=(NVIDIA, 1), orchestrator=(None, 0)),
     "args draft settings device": "cuda",
     DRAFT_TARGET: None,
     "args target scaling": None,
-    "args orchestrator settings allowed_hosts": HTTP_NAMES,  # without keys, of its Service and Ingress
+    HOSTS: HTTP_NAMES,  # without keys, of its Service and Ingress
     ENDPOINT: None,
 }
 OF_EVERYTHING = {
@@ -211,19 +214,10 @@ TABLE = [
     ),
     ({"target": {"workers": "3:6"}}, pool("target", (3, 6), 3, 2)),
     ({"pods": {"disruptionBudget": {"maxUnavailable": 2}}}, {"pdb-orchestrator spec minAvailable": 0}),
-    (
-        {"target": {"workers": 2, "disruptionBudget": {"maxUnavailable": 0}}},
-        {"pdb-target spec minAvailable": 2},
-    ),
-    (
-        {"draft": {"gpuResource": MIG}, "target": {"gpus": 2}},
-        {**gpus("draft", MIG, 1), **gpus("target", NVIDIA, 2)},
-    ),
-    (
-        {"draft": {"gpuResource": MIG}, "target": {"gpus": 2}, "gpuResource": AMD},
-        {**gpus("draft", MIG, 1), **gpus("target", AMD, 2)},
-    ),
-    ({"draft": {"gpuResource": MIG, "gpus": 0}}, {**gpus("draft", None, 0), **gpus("target", NVIDIA, 1)}),
+    ({"target": {"disruptionBudget": {"maxUnavailable": 0}}}, {"pdb-target spec minAvailable": 1}),
+    (OF_MIG, gpus(draft=(MIG, 1), target=(NVIDIA, 2))),
+    ({**OF_MIG, "gpuResource": AMD}, gpus(draft=(MIG, 1), target=(AMD, 2))),
+    ({"draft": {"gpuResource": MIG, "gpus": 0}}, gpus(draft=(None, 0), target=(NVIDIA, 1))),
     # Settings of the processes.
     (VARIANTS["cpu-trial"], {"args draft settings device": "cpu", "args target settings tensor_parallel": 1}),
     ({"draft": {"workers": "1:3"}}, {"args target scaling": {}}),  # reports its load if others scale
@@ -232,12 +226,9 @@ TABLE = [
         for given in ("", "/tokenizers/large")
     ),
     # Without API keys, the HTTP API answers to the names of its Service and Ingress.
-    (INGRESS, {"args orchestrator settings allowed_hosts": f"{HTTP_NAMES},a.example"}),
-    (
-        {"orchestrator": {"settings": {"allowed_hosts": "c.example"}}},
-        {"args orchestrator settings allowed_hosts": "c.example"},
-    ),
-    ({**INGRESS, "apiKeysSecret": {"name": "keys"}}, {"args orchestrator settings allowed_hosts": None}),
+    (INGRESS, {HOSTS: f"{HTTP_NAMES},a.example"}),
+    ({"orchestrator": {"settings": {"allowed_hosts": "c.example"}}}, {HOSTS: "c.example"}),
+    ({**INGRESS, "apiKeysSecret": {"name": "keys"}}, {HOSTS: None}),
     # Telemetry.
     ({"telemetry": {"jaeger": ON}}, {ENDPOINT: f"http://{NAME}-jaeger:4317"}),
     ({"telemetry": {"collector": ON}}, {EXPORTERS: ["debug"], "collector exporters debug": {}}),
