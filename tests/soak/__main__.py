@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -54,7 +53,7 @@ def soak(folder: Path, options: Options, engine: str) -> Outcome:
         ):
             apis = Apis(cluster.grpc, cluster.http, tenants.key if tenants else None)
             observer = Observer(apis, cluster.launcher.pid, redis)
-            return asyncio.run(run(apis, observer, options, partial(print, flush=True), tenants))
+            return asyncio.run(run(apis, observer, options, tenants))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -98,9 +98,8 @@ class Outcome:
         return [f"{role} (process {pid}) is gone" for role, pid in lost]
 
 
-async def run(
-    apis: Apis, observer: Observer, options: Options, say: Callable[[str], None], tenants: Tenants | None
-) -> Outcome:
+async def run(apis: Apis, observer: Observer, options: Options, tenants: Tenants | None) -> Outcome:
+    say = partial(print, flush=True)
     say("what the cluster says at the start ...")
     expected = await first_said(apis)
     campaign = Campaign(options.seconds, options.seed)
@@ -150,10 +149,7 @@ async def _left(observer: Observer, start: float) -> list[str]:
 async def _client(apis: Apis, expected: Expected, outcome: Outcome, rng: random.Random, until: float) -> None:
     """Run requests one after the other over its own connections until a time; finish the last one."""
     async with apis.clients() as (client, web):
-        surfaces: tuple[tuple[str, Any, Mapping[Callable[..., Awaitable[None]], int]], ...] = (
-            ("grpc", client, GRPC_MIX),
-            ("http", web, HTTP_MIX),
-        )
+        surfaces: list[tuple[str, Any, Any]] = [("grpc", client, GRPC_MIX), ("http", web, HTTP_MIX)]
         while time.monotonic() < until:
             surface, connection, mix = rng.choice(surfaces)
             (action,) = rng.choices(list(mix), list(mix.values()))
@@ -205,14 +201,9 @@ def table(outcome: Outcome) -> str:
         verdict = "GROWS" if found.grows else ""
         lines.append((role, measure, *numbers, f"{found.share:.0%}", verdict))
     complaints = outcome.complaints()
-    verdict = [f"WRONG ({len(complaints)}):", *complaints]
-    return "\n".join(
-        [
-            columns(lines),
-            *("", outcome.campaign.table(), ""),
-            *(verdict if complaints else ["nothing grew, nothing differed"]),
-        ]
-    )
+    wrong = [f"WRONG ({len(complaints)}):", *complaints]
+    end = wrong if complaints else ["nothing grew, nothing differed"]
+    return "\n".join([columns(lines), "", outcome.campaign.table(), "", *end])
 
 
 def figures(outcome: Outcome, options: Options) -> dict[str, Any]:
