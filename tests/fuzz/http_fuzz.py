@@ -16,34 +16,16 @@ PATIENCE_MS = 15_000
 ALLOWED = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 503, 504}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
-        "model": "",
-        "prompt": ["def f(", [1, 2, 3]],
-        "max_tokens": 4,
-        "n": 2,
-        "stream": False,
-        "stream_options": {
-            "include_usage": True,
-            "continuous_usage_stats": True,
-            "include_obfuscation": True,
-        },
-        "stop": ["\n\n", "x"],
-        "seed": 1,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.01,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.1,
-        "logit_bias": {"5": 1.0, "6": -100},
-        "min_tokens": 1,
-        "ignore_eos": False,
+        **{"model": "", "prompt": ["def f(", [1, 2, 3]], "max_tokens": 4, "n": 2, "stream": False},
+        "stream_options": dict.fromkeys(
+            ("include_usage", "continuous_usage_stats", "include_obfuscation"), True
+        ),
+        **{"stop": ["\n\n", "x"], "stop_token_ids": [9], "min_tokens": 1, "ignore_eos": False},
+        **{"seed": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01},
+        **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+        **{"logit_bias": {"5": 1.0, "6": -100}, "allowed_token_ids": []},
         "structured_outputs": {"json": {"type": "array", "items": {"enum": [1, "a"]}, "maxItems": 3}},
-        "stop_token_ids": [9],
-        "allowed_token_ids": [],
-        "logprobs": 2,
-        "echo": True,
-        "prompt_logprobs": 1,
+        **{"logprobs": 2, "echo": True, "prompt_logprobs": 1},
         "gammaray": {"verification": "coupled", "gamma": 3, "max_nodes": 8, "drafter": "model"},
     },
     "/v1/chat/completions": {
@@ -51,11 +33,8 @@ BODIES: dict[str, dict[str, Any]] = {
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": [{"type": "text", "text": "hello"}]},
         ],
-        "max_completion_tokens": 4,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "prompt_logprobs": 0,
+        **{"max_completion_tokens": 4, "temperature": 0},
+        **{"logprobs": True, "top_logprobs": 3, "prompt_logprobs": 0},
         "response_format": {
             "type": "json_schema",
             "json_schema": {
@@ -72,17 +51,8 @@ BODIES: dict[str, dict[str, Any]] = {
         "gammaray": {"gamma": "adaptive", "session_id": "", "verification": "rejection"},
     },
 }
-PATHS = [
-    "/",
-    "/health",
-    "/v1/models",
-    "/v1/models/x",
-    "/v1/sessions",
-    "/v1/sessions/x",
-    "/metrics",
-    "/v1/../",
-    "/%00",
-]
+PATHS = ["/", "/health", "/metrics", "/v1/../", "/%00"]
+PATHS += ["/v1/models", "/v1/models/x", "/v1/sessions", "/v1/sessions/x"]
 
 
 async def fuzz_http(base_url: str, campaign: Campaign, name: str) -> None:
