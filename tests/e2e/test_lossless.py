@@ -11,18 +11,11 @@ from benchmarks.schemas import WAYS, ids_of, is_valid, random_schema
 from gammaray import AsyncClient, FinishReason
 from gammaray.grammar.texts import json_schema_grammar
 from services.demo_pair import TARGET_DIR
+from tests.chaos.load import PROMPTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytest.mark.timeout(600)]
 
 EXAMPLE = "# An example\nexample = "
-PROMPTS = [
-    "def read_lines(path):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "import os\nimport sys\n\n",
-    "    for key, value in ",
-    '"""Parse ',
-    "é = 'ünïcödé'\n",
-]
 
 
 @pytest.fixture(scope="module")

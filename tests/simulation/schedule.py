@@ -37,15 +37,8 @@ REAP_S = 25.0
 """Seconds after which a session without an owner is detached: a lease, and the time between two looks."""
 
 BREAKING = {
-    "kill",
-    "pause",
-    "drain",
-    "block",
-    "partition",
-    "cut",
-    "slow network",
-    "proxy dies",
-    "client leaves",
+    *("kill", "pause", "drain", "proxy dies", "client leaves"),
+    *("block", "partition", "cut", "slow network"),
 }
 """Faults that may lose a release: the worker then keeps the session until it needs its memory."""
 

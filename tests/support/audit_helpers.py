@@ -215,12 +215,8 @@ def _same_alternatives(choice: Body, first: Body) -> None:
 
 
 ALL, STREAMS, SEVERAL, LATER = "", "in streams", "with n", "for later choices"
-WAYS: dict[str, Body] = {
-    ALL: {},
-    STREAMS: {"where": streamed},
-    SEVERAL: {"where": several},
-    LATER: {"later": True},
-}
+WAYS: dict[str, Body] = {ALL: {}, LATER: {"later": True}}
+WAYS |= {STREAMS: {"where": streamed}, SEVERAL: {"where": several}}
 
 
 def ways(what: str, fault: Fault, *names: str) -> dict[str, Fault]:

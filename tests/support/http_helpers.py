@@ -12,14 +12,10 @@ SUMMED += ("gamma_mean", "drafted_tokens", "accepted_tokens")
 GAMMARAY = {
     **{"session_id": "s0", "seed": 0},
     **{name: getattr(SUMMARY, name) for name in SUMMED},
-    "accepted_lengths": [1, 1],
-    "origins": ["accepted"] * 3,
-    "token_ids": [1, 2, 3],
+    **{"accepted_lengths": [1, 1], "origins": ["accepted"] * 3, "token_ids": [1, 2, 3]},
     "time_ms": {"draft": 1.0, "verify": 2.0, "other": 0.5, "total": 3.5},
-    "speedup_estimate": None,
     "cycles_by_drafter": {"model": 1, "head": 0, "suffix": 0, "prediction": 0, "grammar": 0, "none": 0},
-    "fallback_cycles": 1,
-    "draft_workers": 1,
+    **{"fallback_cycles": 1, "draft_workers": 1, "speedup_estimate": None},
 }
 CHAT = [{"role": "user", "content": "hi"}]
 

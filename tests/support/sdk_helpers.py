@@ -58,12 +58,7 @@ USAGE = Usage(
 )
 PROCESSES = [
     ProcessStatus(
-        "orchestrator",
-        11,
-        "127.0.0.1:1",
-        "demo",
-        True,
-        2,
+        *("orchestrator", 11, "127.0.0.1:1", "demo", True, 2),
         version=__version__,
         unusable=("target 127.0.0.1:9: Connection refused",),
     ),

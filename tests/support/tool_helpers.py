@@ -132,12 +132,8 @@ XML_RESPONSE = {
 }
 
 ADDED = {
-    "<tool_call>": False,
-    "</tool_call>": False,
-    "<think>": False,
-    "</think>": False,
-    "<|python_tag|>": True,
-    "[TOOL_CALLS]": True,
+    **dict.fromkeys(("<tool_call>", "</tool_call>", "<think>", "</think>"), False),
+    **dict.fromkeys(("<|python_tag|>", "[TOOL_CALLS]"), True),
 }
 """Tokens of the families; whether they are special."""
 

@@ -72,10 +72,7 @@ EVERYTHING: dict[str, Any] = {
         "collector": {"enabled": True},
     },
     "monitoring": {
-        "podMonitor": True,
-        "serviceMonitor": True,
-        "alerts": True,
-        "dashboards": True,
+        **dict.fromkeys(("podMonitor", "serviceMonitor", "alerts", "dashboards"), True),
         "labels": {"release": "prometheus"},
     },
     "networkPolicy": {

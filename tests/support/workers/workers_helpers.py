@@ -258,27 +258,17 @@ def verify_block(
     """Return a block that sends all tokens and a greedy spec, unless `fields` say otherwise."""
     if not isinstance(proposal, types.Proposal):
         proposal = types.Proposal(token_ids=proposal)
-    values = {
-        "session_id": "s",
-        "epoch": 1,
-        "base_position": len(tokens),
-        "context": types.TokenSpan(start=0, token_ids=tokens),
-        "spec": spec_message(prompt_length=1),
-        "proposal": proposal,
-    }
-    return target_pb.VerifyBlock(**{**values, **fields})
+    return target_pb.VerifyBlock(**{**_fields(tokens), "proposal": proposal, **fields})
 
 
 def propose_block(tokens: Sequence[int], gamma: int, **fields: Any) -> draft_pb.ProposeBlock:
-    values = {
-        "session_id": "s",
-        "epoch": 1,
-        "base_position": len(tokens),
-        "context": types.TokenSpan(start=0, token_ids=tokens),
-        "spec": spec_message(prompt_length=1),
-        "gamma": gamma,
-    }
-    return draft_pb.ProposeBlock(**{**values, **fields})
+    return draft_pb.ProposeBlock(**{**_fields(tokens), "gamma": gamma, **fields})
+
+
+def _fields(tokens: Sequence[int]) -> dict[str, Any]:
+    context = types.TokenSpan(start=0, token_ids=tokens)
+    place = {"session_id": "s", "epoch": 1, "base_position": len(tokens)}
+    return {**place, "context": context, "spec": spec_message(prompt_length=1)}
 
 
 def block_of(role: str, tokens: Sequence[int], **fields: Any) -> Any:
