@@ -18,26 +18,21 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from orchestrator.launcher.preflight import free_ports
 from services.engine.native.build import VARIANTS
+from tests.support.cluster.cluster_helpers import START_TIMEOUT_S, STOP_TIMEOUT_S, running_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("gammaray", "orchestrator", "services", "pyproject.toml", "LICENSE", "docs/pypi.md")
 MAX_CLIENT_BYTES = 1_000_000
-STOP_TIMEOUT_S = 120
-START_TIMEOUT_S = 330
 SERVER_PACKAGES = ("torch", "ray", "redis", "transformers", "numpy", "fastapi", "gammaray_demo_pair")
 
 
 def run(command: list[str], timeout_s: float = 120, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run a command without the variable that leads to the checkout."""
-    return subprocess.run(command, env=elsewhere(), capture_output=True, text=True, timeout=timeout_s, **more)
-
-
-def elsewhere() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, **more)
 
 
 @dataclass
@@ -189,45 +184,22 @@ def test_client_without_server_packages_names_the_extra_for_a_cluster(client_env
     assert "pip install 'gammaray[all]'" in ended.stderr
 
 
-@pytest.fixture(scope="module")
-def server_environment(wheels, tmp_path_factory):
-    """Both wheels; torch and the like are those of the environment of this test."""
-    environment = fresh(tmp_path_factory.mktemp("server-environment"))
-    environment.install(wheels.client, wheels.demo)
-    (environment.site / "shared.pth").write_text(f"{get_path('purelib')}\n")
-    return environment
-
-
-@pytest.fixture(scope="module")
-def address(server_environment):
-    """The gRPC address of a cluster that `gammaray up` started from the wheels."""
-    http_port, grpc_port = free_ports("127.0.0.1", 2)
-    options = ["--wait-ready", "--die-with-parent", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
-    with subprocess.Popen(
-        [server_environment.command("gammaray"), "up", *options],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=server_environment.folder,
-        env={"GAMMARAY_CACHE_BUDGET_MB": "256", **elsewhere()},
-    ) as cluster:
-        try:
-            assert cluster.stdout is not None
-            assert cluster.stdout.readline().startswith("ready ")
-            yield f"127.0.0.1:{grpc_port}"
-        finally:
-            cluster.terminate()
-            cluster.wait(STOP_TIMEOUT_S)
-
-
 @pytest.mark.timeout(START_TIMEOUT_S + STOP_TIMEOUT_S)
-def test_wheels_serve_a_completion(server_environment, address):
+def test_wheels_serve_a_completion(wheels, tmp_path, monkeypatch):
+    environment = fresh(tmp_path)
+    environment.install(wheels.client, wheels.demo)
+    # Torch and the like are those of the environment of this test.
+    (environment.site / "shared.pth").write_text(f"{get_path('purelib')}\n")
     program = "import gammaray_demo_pair, services; print(services.__file__, gammaray_demo_pair.__file__)"
-    for place in server_environment.run("python", "-c", program).stdout.split():
-        assert Path(place).is_relative_to(server_environment.folder)
-    options = ["--max-tokens", "16", "--temperature", "0", "--ignore-eos", "--json", "-a", address]
-    answer = json.loads(server_environment.run("gammaray", "generate", "def read(path):", *options).stdout)
-    assert answer["usage"]["completion_tokens"] == 16
-    status = json.loads(server_environment.run("gammaray", "status", "--json", "-a", address).stdout)
+    for place in environment.run("python", "-c", program).stdout.split():
+        assert Path(place).is_relative_to(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with running_cluster(command=(environment.command("gammaray"), "up")) as cluster:
+        options = ["--max-tokens", "16", "--temperature", "0", "--ignore-eos", "--json", "-a", cluster.grpc]
+        answer = json.loads(environment.run("gammaray", "generate", "def read(path):", *options).stdout)
+        assert answer["usage"]["completion_tokens"] == 16
+        status = json.loads(environment.run("gammaray", "status", "--json", "-a", cluster.grpc).stdout)
     kernels = {process["role"]: process["kernel"] for process in status["processes"]}
     assert kernels["target"] == kernels["draft"]
     assert kernels["target"] in VARIANTS

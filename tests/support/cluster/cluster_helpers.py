@@ -27,6 +27,7 @@ from orchestrator.launcher.reaper import runs
 T = TypeVar("T")
 ROOT = Path(__file__).parents[3]
 
+LAUNCHER = (sys.executable, "-m", "orchestrator.launcher.cluster")
 TEST_MARK = "MARK_OF_A_TEST"
 CACHE_BUDGET_MB = "256"
 """Of each worker: caches of ended sessions fill it, in some hundred sessions of the demo pair."""
@@ -106,11 +107,11 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(*options: str, stderr: int | None = None) -> Iterator[Cluster]:
-    """Start a cluster on free ports and stop it at the end; its standard error goes to `stderr`."""
+def running_cluster(*options: str, **how: Any) -> Iterator[Cluster]:
+    """Start a cluster on free ports, as `launch` does, and stop it at the end."""
     http_port, grpc_port = free_ports("127.0.0.1", 2)
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-    launcher = launch("--wait-ready", "--die-with-parent", *ports, *options, stderr=stderr)
+    launcher = launch("--wait-ready", "--die-with-parent", *ports, *options, **how)
     try:
         cluster = _wait_ready(launcher)
         assert (cluster.http, cluster.grpc) == (f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
@@ -124,11 +125,13 @@ def running_cluster(*options: str, stderr: int | None = None) -> Iterator[Cluste
                 launcher.kill()
 
 
-def launch(*options: str, mark: str = "", stderr: int | None = None) -> subprocess.Popen[str]:
+def launch(
+    *options: str, mark: str = "", stderr: int | None = None, command: Sequence[str] = LAUNCHER
+) -> subprocess.Popen[str]:
     """Start the launcher; its processes inherit `mark`, by which `started_with` finds them."""
-    command = [sys.executable, "-m", "orchestrator.launcher.cluster", *options]
     environment = {"GAMMARAY_CACHE_BUDGET_MB": CACHE_BUDGET_MB, **os.environ, TEST_MARK: mark}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+    given = [*command, *options]
+    return subprocess.Popen(given, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
 
 
 class Program:
