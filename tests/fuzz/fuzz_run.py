@@ -1,12 +1,9 @@
 """The fuzzers together, against one cluster."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import httpx
 
@@ -19,9 +16,7 @@ from tests.fuzz.hostile import fuzz_with_hostile_drafter, fuzz_with_hostile_targ
 from tests.fuzz.http_fuzz import fuzz_http
 from tests.fuzz.limits import FIELDS, grow_fields
 from tests.fuzz.openapi_fuzz import fuzz_openapi
-
-if TYPE_CHECKING:
-    from tests.support.cluster.cluster_helpers import Cluster
+from tests.support.cluster.cluster_helpers import Cluster
 
 NUM_HTTP, NUM_GRPC = 3, 3
 END_TIMEOUT_S = 75.0

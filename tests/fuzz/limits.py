@@ -8,8 +8,6 @@ target's own; or if a process needs more memory than the request explains. Alone
 of these tries, for as long as the request took: other work of the machine is in both.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -17,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import psutil
@@ -26,9 +24,7 @@ from gammaray import AsyncClient
 from gammaray.aio import end_tasks
 from gammaray.grammar.check_pool import MAX_MEMORY_BYTES
 from tests.fuzz.campaign import Campaign
-
-if TYPE_CHECKING:
-    from tests.support.cluster.cluster_helpers import Cluster
+from tests.support.cluster.cluster_helpers import Cluster
 
 MAX_GAP_S = 0.25
 NUM_TRIES = 3
