@@ -15,6 +15,7 @@ from unittest.mock import patch
 import psutil
 
 from gammaray.demo_pair import resolve_model
+from gammaray.deploy.serve_config import APPLICATIONS
 from orchestrator.launcher.redis_server import RedisServer
 from tests.chaos.chaos_drafters import DRAFTER, HEAD, PAIR, Way
 from tests.chaos.network.links import Link, Network
@@ -29,11 +30,6 @@ ROLES = ("draft", "target", "orchestrator", "proxy", "redis")
 CLUSTER_MB = 256
 REVIVE_EVERY_S = 0.05
 
-_TITLES = {
-    "draft": "ray::ServeReplica:gammaray-draft:",
-    "target": "ray::ServeReplica:gammaray-target:",
-    "orchestrator": "ray::ServeReplica:gammaray:",
-}
 _STARTING = ("initialize", "__init__")
 
 
@@ -202,4 +198,5 @@ def _is(process: psutil.Process, role: str) -> bool:
     if role == "proxy":
         return process.name() == "haproxy"
     title = " ".join(process.cmdline())
-    return title.startswith(_TITLES[role]) and not any(word in title for word in _STARTING)
+    is_of_role = title.startswith(f"ray::ServeReplica:{APPLICATIONS[role].name}:")
+    return is_of_role and not any(word in title for word in _STARTING)

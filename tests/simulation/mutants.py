@@ -4,15 +4,15 @@ A mutant is an edit of one function's syntax tree, in a process of its own.
 """
 
 import ast
-import importlib
-import multiprocessing
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = ("grpc.aio", "llguidance", "redis.asyncio", "torch", "transformers.models.auto.tokenization_auto")
 _SEED_LIMIT_S = 30.0
 """Of a process per seed; a seed takes a tenth of a second on an idle core."""
 
@@ -172,27 +172,14 @@ def hunt(names: Sequence[str], limit: int) -> int:
         names: The mutants; none: all.
         limit: Seeds after which a mutant counts as missed.
     """
-    for library in LIBRARIES:  # each process would take seconds for them
-        importlib.import_module(library)
-    context, num_missed = multiprocessing.get_context("fork"), 0
+    num_missed = 0
     for name in names or MUTANTS:
-        results = context.SimpleQueue()
-        process = context.Process(target=_find, args=(name, limit, results.put))
-        process.start()
-        process.join(_SEED_LIMIT_S * limit)
-        found = "" if process.is_alive() or process.exitcode or results.empty() else results.get()
-        process.kill()
-        print(f"{name}: {found or 'missed'}", flush=True)
-        num_missed += not found
+        command = [sys.executable, "-m", "tests.simulation", "--plant", name, "--seeds", f"0:{limit}"]
+        found = None
+        with suppress(subprocess.TimeoutExpired):
+            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_SEED_LIMIT_S * limit)
+            found = re.search("^seed .*", ended.stdout, re.MULTILINE)
+        print(f"{name}: {found[0][:200] if found else 'missed'}", flush=True)
+        num_missed += found is None
     print(f"{num_missed} of {len(names or MUTANTS)} missed")
     return num_missed
-
-
-def _find(name: str, limit: int, put: Callable[[str], None]) -> None:
-    plant(name)
-    from tests.simulation.campaign import laboratory, run_seeds
-
-    with laboratory() as real:
-        report = run_seeds(range(limit), real, ends_at_failure=True)
-    for seed, failure in report.failures.items():
-        put(f"seed {seed}: {failure[:200]}")
