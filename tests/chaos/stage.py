@@ -145,14 +145,8 @@ def _of_kind(kind: str, folder: Path) -> list[str]:
     """Return the options of a cluster that say what drafts."""
     drafts, target = ["--draft-workers", "2"], Path(resolve_model("demo", "target"))
     if kind == "parallel":
-        drafter = make_drafter(
-            Path(resolve_model("demo", "draft")),
-            folder / "drafter",
-            pard_token=0,
-            mask_embedding=True,
-            draft_vocab_size=1500,
-            target=target,
-        )
+        how = {"pard_token": 0, "mask_embedding": True, "draft_vocab_size": 1500, "target": target}
+        drafter = make_drafter(Path(resolve_model("demo", "draft")), folder / "drafter", **how)
         # Neither its int8 weights nor a token that it lacks may change a token of the text.
         return [*drafts, "--target", "demo", "--draft", str(drafter), "--draft-weights", "int8"]
     if kind == "head":

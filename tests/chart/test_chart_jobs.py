@@ -58,13 +58,8 @@ def run(only, *more, env=None):
     """Run a container's command, a Python script, as the image's Python would."""
     program, *arguments = only["command"]
     assert program == "python"
-    return subprocess.run(
-        [sys.executable, *arguments, *more],
-        env={"PATH": "/usr/bin:/bin", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command, env = [sys.executable, *arguments, *more], {"PATH": "/usr/bin:/bin", **(env or {})}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

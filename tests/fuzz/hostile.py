@@ -159,15 +159,9 @@ async def fuzz_with_hostile_target(redis: Any, campaign: Campaign) -> None:
 
 def _request(rng: random.Random, gamma: GammaPolicy, num_top: int | None = None) -> GenerationRequest:
     sampling = SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(4))
-    return GenerationRequest(
-        rng.choice(PROMPTS),
-        sampling=sampling,
-        max_tokens=NUM_TOKENS,
-        ignore_eos=True,
-        gamma=gamma,
-        verification=rng.choice(METHODS),
-        num_top_logprobs=num_top,
-    )
+    fields = {"sampling": sampling, "max_tokens": NUM_TOKENS, "ignore_eos": True, "gamma": gamma}
+    prompt, method = rng.choice(PROMPTS), rng.choice(METHODS)
+    return GenerationRequest(prompt, verification=method, num_top_logprobs=num_top, **fields)
 
 
 async def _tokens(orchestrator: Any, request: GenerationRequest) -> list[int]:

@@ -136,12 +136,8 @@ class Network:
         number, namespace = len(self.hosts) + 2, f"{self._prefix}-{name}"
         address, port = f"{SUBNET}.{number}", f"port{number}"
         _ip("netns", "add", namespace)
-        cable = subprocess.Popen(
-            [sys.executable, "-m", "tests.hosts.link", self._switch, port, namespace, "eth0"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-m", "tests.hosts.link", self._switch, port, namespace, "eth0"]
+        cable = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert cable.stdout is not None
         assert cable.stdout.readline() == "ready\n"
         _ip("-n", self._switch, "link", "set", port, "master", "br0", "up")

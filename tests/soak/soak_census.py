@@ -71,12 +71,8 @@ class Observer:
                     name = "gammaray_worker_cache_retained_bytes"
                     retained = (one.value for one in samples if one.name == name)
                     figures[process.role, "rss_mb"] -= sum(retained) / 2**20
-        return Census(
-            at_s,
-            rest_s,
-            {**figures, **self._redis_figures()},
-            {role: tuple(sorted(found)) for role, found in pids.items()},
-        )
+        by_role = {role: tuple(sorted(found)) for role, found in pids.items()}
+        return Census(at_s, rest_s, {**figures, **self._redis_figures()}, by_role)
 
     def _all(self) -> list[ProcessStatus]:
         """Return every process: those of the status, with the workers' own reports, and the rest."""

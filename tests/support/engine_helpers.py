@@ -147,14 +147,9 @@ def batched_engine(directory: Path, *, dtype: str = "float32") -> Engine:
     loaded = load_model(str(directory), device="cpu", dtype=dtype)
     layout = probe_model(loaded)
     shape = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
-    return Engine(
-        TransformersRunner(loaded, layout, batched=True),
-        shape,
-        1 << 26,
-        model_name=str(directory),
-        vocab_size=layout.vocab_size,
-        max_context=loaded.max_context,
-    )
+    runner = TransformersRunner(loaded, layout, batched=True)
+    sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
+    return Engine(runner, shape, 1 << 26, model_name=str(directory), **sizes)
 
 
 @torch.no_grad()

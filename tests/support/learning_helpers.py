@@ -98,15 +98,8 @@ def draft_model(folder: Path, target: Path) -> Path:
 
 
 def version(number: int, parent: int = 0, tenants: Sequence[str] = ("",)) -> Version:
-    return Version(
-        number=number,
-        parent=parent,
-        created_at=datetime(2026, 1, 1, tzinfo=timezone.utc),
-        tenants=dict.fromkeys(tenants, 0),
-        tokens=100,
-        expected=1.0,
-        parent_expected=0.9,
-    )
+    given = {"created_at": datetime(2026, 1, 1, tzinfo=timezone.utc), "tenants": dict.fromkeys(tenants, 0)}
+    return Version(number=number, parent=parent, **given, tokens=100, expected=1.0, parent_expected=0.9)
 
 
 def publish(store: DrafterFolder, weights: Path | None = None, **fields: object) -> Version | None:

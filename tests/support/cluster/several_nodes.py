@@ -58,18 +58,11 @@ def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], An
     from ray.cluster_utils import Cluster
 
     # Each node has a loopback address of its own, and not 127.0.0.1: Ray would take the machine's for that.
-    head = {"node_ip_address": "127.0.0.2", "object_store_memory": MEMORY}
+    own = {"node_ip_address": "127.0.0.2", "temp_dir": str(directory / "ray"), "resources": {"head": 1}}
+    head = {**own, "object_store_memory": MEMORY, "include_dashboard": False}
 
     def start() -> tuple[dict[str, Any], Any]:
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                **head,
-                "temp_dir": str(directory / "ray"),
-                "resources": {"head": 1},
-                "include_dashboard": False,
-            },
-        )
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         nodes = {"head": cluster.head_node} | {
             name: cluster.add_node(
                 wait=False, resources=has, node_ip_address=f"127.0.0.{number}", object_store_memory=MEMORY
@@ -81,7 +74,7 @@ def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], An
 
     nodes, cluster = patiently(start, directory.name)
     started.callback(cluster.shutdown)
-    ray.init(address=cluster.address, _node_ip_address=head["node_ip_address"], log_to_driver=False)
+    ray.init(address=cluster.address, _node_ip_address="127.0.0.2", log_to_driver=False)
     started.callback(ray.shutdown)
     return nodes, cluster
 

@@ -243,13 +243,8 @@ def spec_message(
     eos_token_ids: Sequence[int] = (),
     cache_salt: str | None = None,
 ) -> types.SessionSpec:
-    return types.SessionSpec(
-        sampling=sampling_to_proto(params),
-        verification=METHODS[method],
-        prompt_length=prompt_length,
-        eos_token_ids=eos_token_ids,
-        cache_salt=cache_salt,
-    )
+    given = {"prompt_length": prompt_length, "eos_token_ids": eos_token_ids, "cache_salt": cache_salt}
+    return types.SessionSpec(sampling=sampling_to_proto(params), verification=METHODS[method], **given)
 
 
 def verify_block(
