@@ -89,15 +89,11 @@ def result_of(span: Span, clients: Clients) -> Result:
         for one in clients.histories
         if one.begun_at < span.back and not (one.ended_at and one.ended_at < span.began)
     ]
-    return Result(
-        name=span.name,
-        killed=span.killed,
-        streams=len(met),
-        wrong=sum(bool(one.wrong) for one in met),
-        errors=_errors(met),
-        pause_s=longest_pause(clients, span.began, span.back + WINDOW_S),
-        back_s=span.back - span.ended,
+    wrong, pause_s = (
+        sum(bool(one.wrong) for one in met),
+        longest_pause(clients, span.began, span.back + WINDOW_S),
     )
+    return Result(span.name, span.killed, len(met), wrong, _errors(met), pause_s, span.back - span.ended)
 
 
 def line(result: Result) -> str:

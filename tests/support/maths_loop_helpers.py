@@ -63,14 +63,10 @@ class Speculator:
         """Return the processed rows of a model after `context` and the nodes of a proposal."""
         key = (model is self.target, context, proposal.token_ids, proposal.parents)
         if key not in self.known:
-            rows = processed(
-                torch.stack([model.logits(path) for path in paths_of(context, proposal)]),
-                self.params,
-                prompt=context[: len(self.prompt)],
-                output=context[len(self.prompt) :],
-                proposal=proposal,
-                eos_token_ids=self.eos,
-            )
+            logits = torch.stack([model.logits(path) for path in paths_of(context, proposal)])
+            size = len(self.prompt)
+            given = {"prompt": context[:size], "output": context[size:], "proposal": proposal}
+            rows = processed(logits, self.params, **given, eos_token_ids=self.eos)
             self.known[key] = _moved(rows, self.bias) if model is self.target else rows
         return self.known[key]
 

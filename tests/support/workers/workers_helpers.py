@@ -176,14 +176,9 @@ class Driver:
     def block(self, kind: Any, start: int, *, with_spec: bool, **fields: Any) -> Any:
         """Return a block that continues the session's tokens, with those from `start` on as context."""
         spec = spec_message(self.params, self.method, len(self.prompt), self.eos_token_ids)
-        return kind(
-            session_id=self.session_id,
-            epoch=fields.pop("epoch", 1),
-            base_position=len(self.tokens),
-            context=types.TokenSpan(start=start, token_ids=self.tokens[start:]),
-            spec=spec if with_spec else None,
-            **fields,
-        )
+        context = types.TokenSpan(start=start, token_ids=self.tokens[start:])
+        place = {"session_id": self.session_id, "epoch": 1, "base_position": len(self.tokens)}
+        return kind(**{**place, **fields}, context=context, spec=spec if with_spec else None)
 
 
 @dataclass
