@@ -155,19 +155,11 @@ class ScriptedBackend:
         token = EmittedToken(number + 1, TokenOrigin.ACCEPTED, piece, logprob, top, DrafterKind.SUFFIX)
         last = number == len(pieces) - 1
         reason = FinishReason.LENGTH if request.max_tokens <= len(self._pieces) else FinishReason.STOP
-        return Chunk(
-            session_id=request.session_id or f"s{request.sampling.sample_index}",
-            text=text,
-            tokens=(token,),
-            seed=request.sampling.seed or 0,
-            finish_reason=reason if last else None,
-            usage=Usage(5, len(pieces), 2, 1, 3) if last else None,
-            summary=SUMMARY if last else None,
-            offset=number,
-            turn=request.turn,
-            prompt_tokens=5,
-            prompt_logprobs=self._prompt_logprobs(request) if number == 0 else None,
-        )
+        name = request.session_id or f"s{request.sampling.sample_index}"
+        end = (reason, Usage(5, len(pieces), 2, 1, 3), SUMMARY) if last else (None, None, None)
+        place = {"offset": number, "turn": request.turn, "prompt_tokens": 5}
+        first = {"prompt_logprobs": self._prompt_logprobs(request)} if number == 0 else {}
+        return Chunk(name, text, (token,), request.sampling.seed or 0, *end, **place, **first)
 
     def _prompt_logprobs(self, request: GenerationRequest) -> PromptLogprobs | None:
         """Tell of each token but the first -n / 10, rank 2, and as alternatives its neighbours."""
