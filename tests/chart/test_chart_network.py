@@ -7,15 +7,7 @@ from typing import NamedTuple
 
 from ray.serve._private import constants
 
-from tests.support.chart.chart_helpers import (
-    EVERYTHING,
-    NOTHING,
-    container,
-    groups,
-    passing_pods,
-    pods,
-    render,
-)
+from tests.support.chart.chart_helpers import EVERYTHING, NOTHING, container, every_pod, groups, pods, render
 
 OWN_NAMESPACE = {"kubernetes.io/metadata.name": "somewhere"}
 
@@ -119,8 +111,8 @@ def policies(values):
 
 
 def sources(values):
-    inside = {**pods(values), **passing_pods(values)}
-    return {name: Pod(template["metadata"]["labels"]) for name, template in inside.items()} | OUTSIDE
+    inside = {name: Pod(template["metadata"]["labels"]) for name, template in every_pod(values).items()}
+    return inside | OUTSIDE
 
 
 def who_reaches(component, port, values):

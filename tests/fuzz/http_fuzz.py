@@ -14,6 +14,12 @@ from tests.fuzz.values import TEXTS, encode_json, mutate_bytes, mutate_json
 ANSWER_TIMEOUT_S = 60.0
 PATIENCE_MS = 15_000
 ALLOWED = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 503, 504}
+PROPERTIES = {"a": {"type": "string", "maxLength": 3}, "b": {"$ref": "#/$defs/B"}}
+SCHEMA = {
+    **{"type": "object", "properties": PROPERTIES, "required": ["a"]},
+    "$defs": {"B": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
+}
+FORM = {"name": "answer", "schema": SCHEMA, "strict": True}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         **{"model": "", "prompt": ["def f(", [1, 2, 3]], "max_tokens": 4, "n": 2, "stream": False},
@@ -35,19 +41,7 @@ BODIES: dict[str, dict[str, Any]] = {
         ],
         **{"max_completion_tokens": 4, "temperature": 0},
         **{"logprobs": True, "top_logprobs": 3, "prompt_logprobs": 0},
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {
-                "name": "answer",
-                "schema": {
-                    "type": "object",
-                    "properties": {"a": {"type": "string", "maxLength": 3}, "b": {"$ref": "#/$defs/B"}},
-                    "required": ["a"],
-                    "$defs": {"B": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
-                },
-                "strict": True,
-            },
-        },
+        "response_format": {"type": "json_schema", "json_schema": FORM},
         "gammaray": {"gamma": "adaptive", "session_id": "", "verification": "rejection"},
     },
 }

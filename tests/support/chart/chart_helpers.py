@@ -28,7 +28,8 @@ COMPONENTS: dict[str, tuple[str, ...]] = {
 """Every component with pods -> the key of its values."""
 
 TWO_MODELS = {"target": "team/large", "draft": "team/small"}
-CACHED: dict[str, Any] = {"modelCache": {"enabled": True}, "models": TWO_MODELS}
+ON = {"enabled": True}
+CACHED: dict[str, Any] = {"modelCache": ON, "models": TWO_MODELS}
 """Models that a Job downloads for all pods."""
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
@@ -66,21 +67,14 @@ EVERYTHING: dict[str, Any] = {
     "modelCache": {"enabled": True, "storageClassName": "shared"},
     "redis": {"storageClassName": "fast"},
     "service": {"type": "LoadBalancer", "annotations": {"example.com/lb": "internal"}},
-    "telemetry": {
-        "otlpEndpoint": "http://elsewhere:4317",
-        "jaeger": {"enabled": True},
-        "collector": {"enabled": True},
-    },
+    "telemetry": {"otlpEndpoint": "http://elsewhere:4317", "jaeger": ON, "collector": ON},
     "monitoring": {
         **dict.fromkeys(("podMonitor", "serviceMonitor", "alerts", "dashboards"), True),
         "labels": {"release": "prometheus"},
     },
     "networkPolicy": {
         "clients": [{"namespaceSelector": {"matchLabels": {"name": "clients"}}}],
-        "egress": {
-            "enabled": True,
-            "rules": [{"to": [{"namespaceSelector": {"matchLabels": {"name": "telemetry"}}}]}],
-        },
+        "egress": {**ON, "rules": [{"to": [{"namespaceSelector": {"matchLabels": {"name": "telemetry"}}}]}]},
     },
     "helmTest": {"apiKeySecret": {"name": "test-key"}},
     "serviceAccount": {"annotations": {"example.com/role": "reader"}},
