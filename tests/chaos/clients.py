@@ -127,18 +127,12 @@ class Clients:
     def violations(self) -> list[str]:
         late = self.deadline_s + LATE_S
         found = [f"{one.client}: {one.wrong}" for one in self.histories if one.wrong]
-        found += [
-            f"{one.client}: no end within {late:g} s"
-            for one in self.histories
-            if one.ended_at - one.begun_at > late
-        ]
+        slow = (one for one in self.histories if one.ended_at - one.begun_at > late)
+        found += [f"{one.client}: no end within {late:g} s" for one in slow]
         if not self.may_fail:
             refused = ResourceExhaustedError.__name__
-            found += [
-                f"{one.client}: lost after {one.num_tokens} tokens: {one.error}"
-                for one in self.histories
-                if one.error and (one.num_tokens or one.error != refused)
-            ]
+            lost = [one for one in self.histories if one.error and (one.num_tokens or one.error != refused)]
+            found += [f"{one.client}: lost after {one.num_tokens} tokens: {one.error}" for one in lost]
         return found
 
     def all_moved_since(self, moment: float) -> bool:

@@ -108,10 +108,6 @@ def complaints() -> Iterator[int]:
 
 def tracebacks() -> str:
     """Return the last exceptions in the logs of this machine's clusters, whose directories end with them."""
-    records = [
-        record
-        for path in Path(tempfile.gettempdir()).glob("gammaray-*/ray/session_latest/logs/serve/*.log")
-        for record in _RECORD.split(path.read_text(errors="replace"))
-        if "Traceback" in record
-    ]
-    return "\n".join(records[-MAX_TRACEBACKS:])
+    logs = Path(tempfile.gettempdir()).glob("gammaray-*/ray/session_latest/logs/serve/*.log")
+    records = [record for log in logs for record in _RECORD.split(log.read_text(errors="replace"))]
+    return "\n".join([record for record in records if "Traceback" in record][-MAX_TRACEBACKS:])

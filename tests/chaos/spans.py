@@ -84,11 +84,8 @@ def longest_pause(clients: Clients, began: float, ended: float) -> float:
 
 
 def result_of(span: Span, clients: Clients) -> Result:
-    met = [
-        one
-        for one in clients.histories
-        if one.begun_at < span.back and not (one.ended_at and one.ended_at < span.began)
-    ]
+    begun = [one for one in clients.histories if one.begun_at < span.back]
+    met = [one for one in begun if not 0 < one.ended_at < span.began]
     wrong, pause_s = (
         sum(bool(one.wrong) for one in met),
         longest_pause(clients, span.began, span.back + WINDOW_S),

@@ -295,13 +295,8 @@ class Run:
                 for link in pool.links.values():
                     if link.pending or link.sessions or link.listeners:
                         self.fail(f"{name}: calls or sessions are left on {link.address}")
-        left = [
-            task.get_name()
-            for process in self.loop.processes
-            for task in process.tasks
-            if task.get_name().startswith("cycles of") and not task.done()
-        ]
-        if left:
+        tasks = [task for process in self.loop.processes for task in process.tasks if not task.done()]
+        if left := [name for task in tasks if (name := task.get_name()).startswith("cycles of")]:
             self.fail(f"tasks are left: {left}")
         failed = {stream.name for stream in self.streams.values() if stream.error is not None}
         running = self.cluster.running_sessions() - self.deleted - self.cancelled - failed

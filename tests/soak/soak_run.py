@@ -136,11 +136,8 @@ async def _left(observer: Observer, start: float) -> list[str]:
     """Return descriptions of resources that are held after all sessions have expired."""
     await asyncio.sleep(TTL_S + EXPIRY_S)
     last = await observer.census(start)
-    left = [
-        f"{role} holds {value:g} {measure} at the end"
-        for (role, measure), value in last.figures.items()
-        if measure in AT_REST and value
-    ]
+    held = [(*key, value) for key, value in last.figures.items() if key[1] in AT_REST and value]
+    left = [f"{role} holds {value:g} {measure} at the end" for role, measure, value in held]
     if keys := await asyncio.to_thread(observer.left_keys):
         left.append(f"{len(keys)} keys of sessions are left in Redis: {', '.join(keys[:3])} ...")
     return left
