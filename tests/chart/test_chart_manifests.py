@@ -387,12 +387,9 @@ def test_versions_of_images_are_in_the_values_alone_and_the_docs_list_every_imag
     for values in VARIANTS.values():
         texts = "\n".join(text for name, text in render_texts(values).items() if name != "NOTES.txt")
         listed = {line.removeprefix(" image: ").strip('"') for line in re.findall(pattern, texts)}
-        used = {
-            entry["image"]
-            for pod in every_pod(values).values()
-            for entry in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", []))
-        }
-        assert listed == used
+        specs = [pod["spec"] for pod in every_pod(values).values()]
+        entries = (one for spec in specs for one in (*spec["containers"], *spec.get("initContainers", [])))
+        assert listed == {entry["image"] for entry in entries}
     tagged = re.compile(r"[a-z]/?[a-z-]+:v?\d+[.]\d+")
     for path in (CHART / "templates").iterdir():
         assert not tagged.search(path.read_text()), path

@@ -84,10 +84,9 @@ HOOKS = {
 }
 RAYLET = {"path": "/api/local_raylet_healthz", "port": 52365}
 PROBES = {
-    f"containers {role} {probe} httpGet": None if (role, probe) == ("head", "livenessProbe") else RAYLET
-    for role in ROLES
-    for probe in ("startupProbe", "livenessProbe")
+    f"containers {role} {kind}Probe httpGet": RAYLET for role in ROLES for kind in ("startup", "liveness")
 }
+PROBES["containers head livenessProbe httpGet"] = None
 STORAGE = ("statefulset-redis spec volumeClaimTemplates 0 spec", "pvc-models spec")
 DEFAULTS = {
     # Redis' password is made before other pods start, by a job that may only create secrets.
@@ -154,20 +153,19 @@ OF_SEVERAL = {
     "args target settings target": None,
     ENDPOINT: "http://o:4317",
 }
+
+
+def stored(given, shown):
+    own = {"storageClassName": given}
+    rows = {f"{place} storageClassName": shown for place in STORAGE}
+    return {"redis": own, "modelCache": {"enabled": True, **own}}, rows
+
+
 TABLE = [
     ({}, DEFAULTS),
     (EVERYTHING, OF_EVERYTHING),
     (SEVERAL, OF_SEVERAL),
-    *(
-        (
-            {
-                "redis": {"storageClassName": given},
-                "modelCache": {"enabled": True, "storageClassName": given},
-            },
-            {f"{place} storageClassName": shown for place in STORAGE},
-        )
-        for given, shown in (("", None), ("-", ""), ("123", "123"))
-    ),
+    *itertools.starmap(stored, (("", None), ("-", ""), ("123", "123"))),
     (
         {"modelCache": {"enabled": True, "size": "7Gi", "accessMode": "ReadWriteOnce"}},
         {

@@ -232,11 +232,8 @@ class Memory:
 
     def growth(self, before: Mapping[int, float], bound_mb: float) -> list[str]:
         """Return what grew by more than a bound, of processes that were there before."""
-        return [
-            f"{_name(pid)} needed {self.peaks[pid] - rss:.0f} MiB more"
-            for pid, rss in before.items()
-            if self.peaks.get(pid, 0.0) - rss > bound_mb
-        ]
+        grown = {pid: self.peaks.get(pid, 0.0) - rss for pid, rss in before.items()}
+        return [f"{_name(pid)} needed {mb:.0f} MiB more" for pid, mb in grown.items() if mb > bound_mb]
 
 
 def _name(pid: int) -> str:

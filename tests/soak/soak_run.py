@@ -179,11 +179,10 @@ def _pids(census: Census) -> set[tuple[str, int]]:
 
 
 def _line(census: Census, campaign: Campaign) -> str:
-    shown = [
-        f"{role} {census.figures[role, 'rss_mb']:.0f} MiB"
-        for role in ("orchestrator", "draft", "target", "redis")
-        if (role, "rss_mb") in census.figures
-    ]
+    held = {
+        role: census.figures.get((role, "rss_mb")) for role in ("orchestrator", "draft", "target", "redis")
+    }
+    shown = [f"{role} {mb:.0f} MiB" for role, mb in held.items() if mb is not None]
     if (keys := census.figures.get(("redis", "keys"))) is not None:
         shown.append(f"{keys:.0f} keys")
     counts = f"{sum(campaign.counts.values())} done, {campaign.num_wrong} wrong"

@@ -63,12 +63,10 @@ def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], An
 
     def start() -> tuple[dict[str, Any], Any]:
         cluster = Cluster(initialize_head=True, head_node_args=head)
-        nodes = {"head": cluster.head_node} | {
-            name: cluster.add_node(
-                wait=False, resources=has, node_ip_address=f"127.0.0.{number}", object_store_memory=MEMORY
-            )
-            for number, (name, has) in enumerate(NODES.items(), start=3)
-        }
+        nodes = {"head": cluster.head_node}
+        for number, (name, has) in enumerate(NODES.items(), start=3):
+            place = {"node_ip_address": f"127.0.0.{number}", "object_store_memory": MEMORY}
+            nodes[name] = cluster.add_node(wait=False, resources=has, **place)
         cluster.wait_for_nodes(NODE_START_TIMEOUT_S)
         return nodes, cluster
 
