@@ -324,6 +324,6 @@ def make_cycle(
     times = {"draft_s": draft, "verify_s": verify, "total_s": draft + verify + other, "started": started}
     return Cycle(
         **{"gamma": shape.depth, "shape": shape, "levels": tuple(levels)},
-        **{"timing": timing, "is_first": is_first, "finish_reason": None},
+        **{"timing": timing, "is_first": is_first, "finish_reason": None, "draft_failed": False},
         **{**counts, **tokens, **{name: units * UNIT_S for name, units in times.items()}},
     )
