@@ -48,14 +48,11 @@ def _given() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="Of each cluster. Default: 5.")
     parser.add_argument("--seed", type=int, default=0, help="Of the order of what happens. Default: 0.")
-    parser.add_argument(
-        "--drafters", default="model", help=f"all, or some of {', '.join(KINDS)}. Default: model."
-    )
+    parser.add_argument("--drafters", default="model", help=f"all, or of {', '.join(KINDS)}. Default: model.")
     parser.add_argument("--streams", type=int, default=14, help="Over gRPC at one time. Default: 14.")
     parser.add_argument("--tokens", type=int, default=200, help="Tokens of each completion. Default: 200.")
-    parser.add_argument(
-        "--engine", default="auto", choices=("auto", "vllm"), help="Of the workers. Default: auto."
-    )
+    engines = ("auto", "vllm")
+    parser.add_argument("--engine", default="auto", choices=engines, help="Of the workers. Default: auto.")
     parser.add_argument("--roles", default=",".join(ROLES), help="Who is struck. Default: all.")
     parser.add_argument("--out", type=Path, help="New file for the result.")
     parser.add_argument("--network", action="store_true", help="Troubles of networks, Redis, disks, clocks.")
@@ -77,7 +74,7 @@ def main() -> int:
     if given.upgrade:
         with complaints() as stderr, upgrade.versions(upgrade.BEFORE, stderr) as cluster:
             options = Options(3600, given.seed, 10, may_fail=True)
-            outcome = asyncio.run(run(cluster, options, upgrade.STEPS, _say))
+            outcome = asyncio.run(run(cluster, options, upgrade.STEPS))
         return _report({"before": upgrade.BEFORE, **asdict(outcome)}, "chaos-upgrade", [outcome], given.out)
     options = Options(given.minutes * 60, given.seed, given.streams, max_tokens=given.tokens)
     if given.network:
@@ -95,7 +92,7 @@ def main() -> int:
             plan: Iterable[Trouble] = strikes(given.seed, struck)
             if given.network:
                 plan = _faults(stage, given.seed, tuple(filter(None, given.troubles.split(","))))
-            outcomes[name] = asyncio.run(run(stage, options, plan, _say))
+            outcomes[name] = asyncio.run(run(stage, options, plan))
     results = {name: {"options": asdict(options), **figures(outcome)} for name, outcome in outcomes.items()}
     kind = "chaos-network" if given.network else "chaos"
     return _report({"drafters": results}, kind, list(outcomes.values()), given.out)
@@ -117,10 +114,6 @@ def _report(result: dict[str, object], name: str, outcomes: list[Measured], out:
     if out is not None:
         write_result(name, result, out)
     return 1 if any(outcome.violations or not outcome.finished for outcome in outcomes) else 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

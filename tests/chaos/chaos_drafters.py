@@ -81,9 +81,6 @@ def cycles_by_drafter(summary: SpeculationSummary) -> Counter[str]:
 
 def unused(ways: Iterable[Way], cycles: Mapping[str, Counter[str]]) -> list[str]:
     """Return the ways of which a drafter proposed in no cycle: nothing is known about it then."""
-    return [
-        f"{way.name}: {drafter} proposed in no cycle"
-        for way in ways
-        for drafter in way.drafters
-        if not cycles.get(way.name, Counter())[drafter]
-    ]
+    pairs = [(way.name, drafter) for way in ways for drafter in way.drafters]
+    missing = [(name, drafter) for name, drafter in pairs if not cycles.get(name, Counter())[drafter]]
+    return [f"{name}: {drafter} proposed in no cycle" for name, drafter in missing]

@@ -1,16 +1,18 @@
 """Clients of both APIs that keep asking; what each request got is compared with plain decoding."""
 
 import asyncio
+import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
 
 from gammaray import AsyncClient, RetryPolicy
 from gammaray.errors import GammarayError, ResourceExhaustedError
-from tests.chaos.load import AnswerError, Ask, Heard, Said, Stream, difference
+from tests.chaos.load import PATH, AnswerError, Ask, Heard, Said, Stream, difference
 
 PAUSE_S = 0.2
 READ_TIMEOUT_S = 8.0
@@ -18,9 +20,6 @@ READ_TIMEOUT_S = 8.0
 
 LATE_S = 5.0
 """How long after its deadline a request may end: a busy machine is late."""
-
-SAME = 3
-"""So many tokens that are found elsewhere in the expected ones were skipped or repeated."""
 
 
 @dataclass
@@ -33,8 +32,7 @@ class History:
         ended_at: When the client had its end.
         num_tokens: That the client got.
         error: Type of the error that ended it; empty: none.
-        kind: "lost", "repeated" or "changed" if its tokens differ from plain decoding's, else "".
-        wrong: How they differ.
+        wrong: How its tokens differ from plain decoding's; empty: not at all.
     """
 
     client: str
@@ -42,7 +40,6 @@ class History:
     ended_at: float = 0.0
     num_tokens: int = 0
     error: str = ""
-    kind: str = ""
     wrong: str = ""
 
 
@@ -51,7 +48,7 @@ class Clients:
     """Endless requests of clients; `violations` says what is wrong with what they got.
 
     Args:
-        grpc: Address of the gRPC API.
+        grpc: Addresses of the gRPC API, separated by commas, which the streams take in turn.
         http: Base URL of the HTTP API.
         streams: Of the clients over gRPC; those over HTTP repeat the asks of the first `num_http` of them
             that have no grammar.
@@ -60,6 +57,7 @@ class Clients:
         num_http: Number of clients over HTTP.
         may_fail: Whether a typed error may end a request; else only one that is refused before its first
             token, as by a full queue.
+        resume_s: How long the SDK resumes a stream without progress; None: until the deadline.
 
     Attributes:
         cycles: In how many of them each drafter proposed, by way to draft.
@@ -72,19 +70,47 @@ class Clients:
     deadline_s: float
     num_http: int
     may_fail: bool = True
+    resume_s: float | None = None
     histories: list[History] = field(default_factory=list)
     arrivals: list[list[float]] = field(default_factory=list)
     cycles: dict[str, Counter[str]] = field(default_factory=dict)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _is_ending: bool = False
 
+    @property
+    def progress_s(self) -> float:
+        """Within which every stream gets a token again after an event, or it is a violation."""
+        return self.deadline_s / 2
+
     def start(self) -> None:
         plain = [stream.ask for stream in self.streams if not stream.ask.grammar][: self.num_http]
         self.arrivals = [[] for _ in range(len(self.streams) + len(plain))]
         self.cycles = {stream.way.name: Counter() for stream in self.streams}
-        works = [self._over_grpc(*pair) for pair in zip(self.streams, self.arrivals, strict=False)]
+        places = zip(self.streams, self.arrivals, itertools.cycle(self.grpc.split(",")), strict=False)
+        works = [self._over_grpc(*place) for place in places]
         works += [self._over_http(*pair) for pair in zip(plain, self.arrivals[len(works) :], strict=True)]
         self._tasks = [asyncio.create_task(work) for work in works]
+
+    @asynccontextmanager
+    async def streaming(self) -> AsyncIterator[None]:
+        """Keep asking within the context; what is wrong with what they got fails it."""
+        self.start()
+        try:
+            yield
+        finally:
+            await self.end()
+        assert self.violations() == []
+
+    async def have_ended(self, count: int) -> None:
+        """Wait until so many more requests have ended, within the deadline of one."""
+        wanted = count + self._num_ended
+        async with asyncio.timeout(self.deadline_s):
+            while self._num_ended < wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    @property
+    def _num_ended(self) -> int:
+        return sum(bool(one.ended_at) for one in self.histories)
 
     async def end(self) -> None:
         """Let each client end its request; one that does not within its deadline is a violation."""
@@ -101,27 +127,21 @@ class Clients:
     def violations(self) -> list[str]:
         late = self.deadline_s + LATE_S
         found = [f"{one.client}: {one.wrong}" for one in self.histories if one.wrong]
-        found += [
-            f"{one.client}: no end within {late:g} s"
-            for one in self.histories
-            if one.ended_at - one.begun_at > late
-        ]
+        slow = (one for one in self.histories if one.ended_at - one.begun_at > late)
+        found += [f"{one.client}: no end within {late:g} s" for one in slow]
         if not self.may_fail:
             refused = ResourceExhaustedError.__name__
-            found += [
-                f"{one.client}: lost after {one.num_tokens} tokens: {one.error}"
-                for one in self.histories
-                if one.error and (one.num_tokens or one.error != refused)
-            ]
+            lost = [one for one in self.histories if one.error and (one.num_tokens or one.error != refused)]
+            found += [f"{one.client}: lost after {one.num_tokens} tokens: {one.error}" for one in lost]
         return found
 
     def all_moved_since(self, moment: float) -> bool:
         return all(times and times[-1] > moment for times in self.arrivals)
 
-    async def _over_grpc(self, stream: Stream, arrivals: list[float]) -> None:
+    async def _over_grpc(self, stream: Stream, arrivals: list[float], address: str) -> None:
         expected = self.expected[stream.ask]
-        retry = RetryPolicy(resume_s=self.deadline_s)
-        async with AsyncClient(self.grpc, retry=retry) as client:
+        retry = RetryPolicy(resume_s=self.resume_s or self.deadline_s)
+        async with AsyncClient(address, retry=retry) as client:
             while not self._is_ending:
                 history, heard = self._begun(f"gRPC, {stream.way.name}"), Heard(arrivals=arrivals)
                 how = stream.way.request(expected.token_ids)
@@ -140,13 +160,13 @@ class Clients:
             while not self._is_ending:
                 history, heard = self._begun("HTTP"), Heard(arrivals=arrivals)
                 try:
-                    await asyncio.wait_for(_hear_all(http, body, heard), self.deadline_s)
+                    await asyncio.wait_for(hear_all(http, body, heard), self.deadline_s)
                 except AnswerError as error:
                     history.error = error.kind
                     await asyncio.sleep(PAUSE_S)
                 except asyncio.TimeoutError:
                     history.error = "the client's deadline"
-                _close(history, expected, heard.said, has_ids=not history.error)
+                _close(history, expected, heard.said)
 
     def _begun(self, client: str) -> History:
         history = History(client, time.monotonic())
@@ -154,54 +174,29 @@ class Clients:
         return history
 
 
-async def _hear_all(http: httpx.AsyncClient, body: dict[str, object], heard: Heard) -> None:
-    """Hear a stream to its end: after each break it is resumed after its last event.
+async def hear_all(http: httpx.AsyncClient, body: dict[str, object], heard: Heard, path: str = PATH) -> int:
+    """Hear a stream to its end; return its connections: after each break it is resumed after its last event.
 
     Raises:
         AnswerError: It ended with an error that no retry mends.
     """
-    while True:
+    for connections in itertools.count(1):
         try:
-            async for _ in heard.over_http(http, body):
-                pass
-            return
+            await heard.over_http(http, body, path)
+            return connections
         except AnswerError as error:
             if not error.may_pass:
                 raise
         except httpx.TransportError:
             pass
         await asyncio.sleep(PAUSE_S)
+    raise AssertionError("it is endless")
 
 
-def _close(history: History, expected: Said, said: Said, *, has_ids: bool = True) -> None:
+def _close(history: History, expected: Said, said: Said) -> None:
     """Check what a request got: all of plain decoding, or a part of its beginning and an error."""
     history.ended_at, history.num_tokens = time.monotonic(), len(said.token_ids)
-    if not history.error:
-        history.kind = kind_of_difference(expected, said)
-    else:
-        ids = said.token_ids if has_ids else ()
-        is_beginning = expected.token_ids[: len(ids)] == ids and expected.text.startswith(said.text)
-        history.kind = "" if is_beginning else kind_of_difference(expected, said)
-    if history.kind:
-        history.wrong = f"{history.kind} {history.error}: {difference(expected, said)}"
-
-
-def kind_of_difference(expected: Said, said: Said) -> str:
-    """Return what was done to the tokens: "lost", "repeated" or "changed"; empty: nothing."""
-    wanted, got = expected.token_ids, said.token_ids
-    if said == expected:
-        return ""
-    first = next((i for i, pair in enumerate(zip(wanted, got, strict=False)) if pair[0] != pair[1]), len(got))
-    following = got[first : first + SAME]
-    if first == len(got) < len(wanted) or _holds(wanted[first:], following):
-        return "lost"
-    return "repeated" if _holds(wanted[:first], following) else "changed"
-
-
-def _holds(tokens: tuple[int, ...], some: tuple[int, ...]) -> bool:
-    starts = range(len(tokens) - len(some) + 1)
-    return bool(some) and any(tokens[at : at + len(some)] == some for at in starts)
-
-
-def errors_of(histories: Sequence[History]) -> Counter[str]:
-    return Counter(one.error for one in histories if one.error)
+    ids = said.token_ids
+    is_beginning = expected.token_ids[: len(ids)] == ids and expected.text.startswith(said.text)
+    if said != expected and not (history.error and is_beginning):
+        history.wrong = f"{difference(expected, said)} {history.error}"

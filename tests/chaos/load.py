@@ -5,7 +5,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import httpx
 
 from gammaray import AsyncClient
 from gammaray.grammar.texts import json_schema_grammar
+from gammaray.types import Chunk
 from tests.chaos.chaos_drafters import Way, cycles_by_drafter
 
 PROMPTS = (
@@ -112,23 +113,32 @@ class Heard:
 
     async def over_grpc(self, client: AsyncClient, ask: Ask, **how: Any) -> Said:
         """Hear a completion to its end; the options in `how` change no token."""
-        async for chunk in client.generate(ask.prompt, **ask.options(), **how):
+        return await self.take(client.generate(ask.prompt, **ask.options(), **how))
+
+    async def take(self, chunks: AsyncIterator[Chunk], count: int | None = None) -> Said:
+        """Hear so many chunks, by default all."""
+        async for chunk in chunks:
             if chunk.tokens:
                 self.arrivals.append(time.monotonic())
             self.token_ids += tuple(token.token_id for token in chunk.tokens)
             self.text += chunk.text
             if chunk.summary is not None:
                 self.cycles = cycles_by_drafter(chunk.summary)
+            count = None if count is None else count - 1
+            if count == 0:
+                break
         return self.said
 
-    async def over_http(self, http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[None, None]:
-        """Yield after each event, of those after the last one that was heard, until the end.
+    async def over_http(
+        self, http: httpx.AsyncClient, body: dict[str, Any], path: str = PATH, count: int | None = None
+    ) -> None:
+        """Hear so many events after the last one that was heard, by default all to the end.
 
         Raises:
             AnswerError: The answer or an event is an error, or the events have no end.
         """
         headers = {"Last-Event-ID": self._last_id} if self._last_id else {}
-        async with http.stream("POST", PATH, json={**body, "stream": True}, headers=headers) as answer:
+        async with http.stream("POST", path, json={**body, "stream": True}, headers=headers) as answer:
             if answer.status_code != 200:
                 # Serve's new proxy knows no route at first: its 404 is plain text.
                 is_of_api = "json" in answer.headers.get("content-type", "")
@@ -144,7 +154,9 @@ class Heard:
                 elif line.startswith("data: "):
                     self._take(json.loads(line[6:]))
                     self._last_id = event_id or self._last_id
-                    yield
+                    count = None if count is None else count - 1
+                    if count == 0:
+                        return
         raise AnswerError("events without an end", may_pass=True)
 
     def _take(self, event: dict[str, Any]) -> None:
@@ -152,7 +164,8 @@ class Heard:
             kind = event["error"]["type"]
             may_pass = kind in ("server_error", "rate_limit_error")
             raise AnswerError(f"event: {kind}", str(event["error"]), may_pass=may_pass)
-        self.text += event["choices"][0]["text"]
+        (choice,) = event["choices"]
+        self.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
         self.token_ids = tuple(event.get("gammaray", {}).get("token_ids", self.token_ids))
         self.arrivals.append(time.monotonic())
 

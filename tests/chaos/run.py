@@ -6,17 +6,18 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from tests.chaos.clients import Clients
 from tests.chaos.load import asks, reference, streams
 from tests.chaos.spans import Measured, Span, line, longest_pause, measured, progress, result_of
-from tests.chaos.stage import Done, Stage, Trouble
-from tests.chaos.upgrade import Versions
+from tests.chaos.stage import Done, Trouble
 
 CALM_S = (0.1, 1.0)
 MAX_TRACEBACKS = 3
@@ -35,6 +36,7 @@ class Options:
         max_tokens: Of each completion.
         deadline_s: Of each request; half of it later every stream must have gone on after a trouble.
         may_fail: Whether a typed error may end a request.
+        resume_s: See `Clients`.
     """
 
     seconds: float = 300.0
@@ -44,26 +46,20 @@ class Options:
     max_tokens: int = 200
     deadline_s: float = 120.0
     may_fail: bool = False
+    resume_s: float | None = None
 
 
-async def run(
-    stage: Stage | Versions, options: Options, troubles: Iterable[Trouble], say: Callable[[str], None]
-) -> Measured:
-    """Have troubles befall a cluster under load until there are no more, or the time is up."""
-    wanted = asks(options.streams, options.max_tokens)
-    say(
-        f"{options.streams} streams over gRPC, {options.over_http} over HTTP; first plain and undisturbed ..."
-    )
-    expected = await reference(stage.grpc, wanted)
-    clients = Clients(
-        stage.grpc,
-        stage.http,
-        streams(wanted, stage.ways),
-        expected,
-        options.deadline_s,
-        options.over_http,
-        options.may_fail,
-    )
+async def run(stage: Any, options: Options, troubles: Iterable[Trouble]) -> Measured:
+    """Have troubles befall a cluster under load until there are no more, or the time is up.
+
+    Args:
+        stage: What they befall; has `grpc`, `http` and `ways` like a `Stage`.
+    """
+    say, wanted = partial(print, flush=True), asks(options.streams, options.max_tokens)
+    say(f"{options.streams} streams over gRPC, {options.over_http} over HTTP; first plain, undisturbed ...")
+    expected = await reference(stage.grpc.partition(",")[0], wanted)
+    limits = options.deadline_s, options.over_http, options.may_fail, options.resume_s
+    clients = Clients(stage.grpc, stage.http, streams(wanted, stage.ways), expected, *limits)
     clients.start()
     spans, rng = list[Span](), random.Random(options.seed)
     await progress(clients, time.monotonic())
@@ -84,14 +80,14 @@ async def run(
     return found
 
 
-async def _carry_out(stage: Stage | Versions, trouble: Trouble, clients: Clients) -> Span:
+async def _carry_out(stage: Any, trouble: Trouble, clients: Clients) -> Span:
     def last() -> Span:
         began = time.monotonic()
         with trouble.during(stage) as done:
             time.sleep(trouble.seconds)
             ended = time.monotonic()
         done = done or Done()
-        return Span(trouble.name + done.more, began, ended, killed=done.killed)
+        return Span(trouble.name + done.more, began, ended, done.killed)
 
     span = await asyncio.to_thread(last)
     span.back = await progress(clients, span.ended)
@@ -112,10 +108,6 @@ def complaints() -> Iterator[int]:
 
 def tracebacks() -> str:
     """Return the last exceptions in the logs of this machine's clusters, whose directories end with them."""
-    records = [
-        record
-        for path in Path(tempfile.gettempdir()).glob("gammaray-*/ray/session_latest/logs/serve/*.log")
-        for record in _RECORD.split(path.read_text(errors="replace"))
-        if "Traceback" in record
-    ]
-    return "\n".join(records[-MAX_TRACEBACKS:])
+    logs = Path(tempfile.gettempdir()).glob("gammaray-*/ray/session_latest/logs/serve/*.log")
+    records = [record for log in logs for record in _RECORD.split(log.read_text(errors="replace"))]
+    return "\n".join([record for record in records if "Traceback" in record][-MAX_TRACEBACKS:])

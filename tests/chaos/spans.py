@@ -5,12 +5,13 @@ import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tests.chaos.chaos_drafters import unused
-from tests.chaos.clients import Clients, errors_of
+from tests.chaos.clients import Clients, History
+from tests.fuzz.campaign import columns
 
 WINDOW_S = 0.5
 """A pause that begins this long after an event is still its doing."""
@@ -23,7 +24,7 @@ class Result:
     Attributes:
         killed: Roles of the processes that it killed.
         streams: Requests that it met.
-        lost, repeated, changed: Those whose tokens were.
+        wrong: Those whose tokens were others than plain decoding's.
         errors: Typed errors that ended requests, by type.
         pause_s: Longest time without a token of any stream.
         back_s: From its end until every stream had a token.
@@ -32,9 +33,7 @@ class Result:
     name: str
     killed: tuple[str, ...]
     streams: int
-    lost: int
-    repeated: int
-    changed: int
+    wrong: int
     errors: dict[str, int]
     pause_s: float
     back_s: float
@@ -62,18 +61,13 @@ class Span:
     name: str
     began: float
     ended: float
+    killed: tuple[str, ...]
     back: float = 0.0
-    killed: tuple[str, ...] = ()
-
-
-def progress_s(clients: Clients) -> float:
-    """Return within what time every stream gets a token again after an event, or it is a violation."""
-    return clients.deadline_s / 2
 
 
 async def progress(clients: Clients, moment: float) -> float:
     """Return when every stream had a token since a time; gives up after a while."""
-    latest = moment + progress_s(clients) + 5
+    latest = moment + clients.progress_s + 5
     while not clients.all_moved_since(moment) and time.monotonic() < latest:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     first = (next((time for time in times if time > moment), time.monotonic()) for times in clients.arrivals)
@@ -90,47 +84,32 @@ def longest_pause(clients: Clients, began: float, ended: float) -> float:
 
 
 def result_of(span: Span, clients: Clients) -> Result:
-    met = [
-        one
-        for one in clients.histories
-        if one.begun_at < span.back and not (one.ended_at and one.ended_at < span.began)
-    ]
-    kinds = Counter(one.kind for one in met)
-    return Result(
-        name=span.name,
-        killed=span.killed,
-        streams=len(met),
-        lost=kinds["lost"],
-        repeated=kinds["repeated"],
-        changed=kinds["changed"],
-        errors=dict(errors_of(met)),
-        pause_s=longest_pause(clients, span.began, span.back + WINDOW_S),
-        back_s=span.back - span.ended,
+    begun = [one for one in clients.histories if one.begun_at < span.back]
+    met = [one for one in begun if not 0 < one.ended_at < span.began]
+    wrong, pause_s = (
+        sum(bool(one.wrong) for one in met),
+        longest_pause(clients, span.began, span.back + WINDOW_S),
     )
+    return Result(span.name, span.killed, len(met), wrong, _errors(met), pause_s, span.back - span.ended)
 
 
 def line(result: Result) -> str:
     return (
-        f"{result.name}: {result.streams} streams, {result.lost} lost, {result.repeated} repeated, "
-        f"{result.changed} changed, typed errors: {_counts(result.errors)}; pause {result.pause_s:.2f} s, "
-        f"all had tokens {result.back_s:.2f} s after it"
+        f"{result.name}: {result.streams} streams, {result.wrong} wrong, errors: {_counts(result.errors)}; "
+        f"pause {result.pause_s:.2f} s, all had tokens {result.back_s:.2f} s after it"
     )
 
 
 def table(outcome: Measured) -> str:
-    head = ("event", "streams", "lost", "repeated", "changed", "errors", "longest pause", "back after")
-    rows = [head]
-    for name in sorted({one.name for one in outcome.results}):
-        same = [one for one in outcome.results if one.name == name]
-        sums = (sum(getattr(one, key) for one in same) for key in ("streams", "lost", "repeated", "changed"))
+    rows = [("event", "streams", "wrong", "errors", "longest pause", "back after")]
+    for name, same in _by_name(outcome):
+        sums = (sum(getattr(one, key) for one in same) for key in ("streams", "wrong"))
         errors = sum(sum(one.errors.values()) for one in same)
         pause, back = max(one.pause_s for one in same), max(one.back_s for one in same)
         rows.append((name, *map(str, sums), str(errors), f"{pause:.2f} s", f"{back:.2f} s"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(
         [
-            *lines,
+            columns(rows),
             "",
             f"{len(outcome.results)} events in {outcome.seconds:.0f} s: {outcome.requests} requests, "
             f"{outcome.finished} with all tokens of plain decoding; "
@@ -143,14 +122,22 @@ def table(outcome: Measured) -> str:
     )
 
 
+def _by_name(outcome: Measured) -> Iterator[tuple[str, list[Result]]]:
+    for name in sorted({one.name for one in outcome.results}):
+        yield name, [one for one in outcome.results if one.name == name]
+
+
+def _errors(histories: Sequence[History]) -> dict[str, int]:
+    return Counter(one.error for one in histories if one.error)
+
+
 def _counts(counted: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counted.items() if count) or "none"
 
 
 def figures(outcome: Measured) -> dict[str, Any]:
     """Return the outcome as JSON, with what each kind of event cost."""
-    by_name = itertools.groupby(sorted(outcome.results, key=lambda one: one.name), lambda one: one.name)
-    recovery = [_recovery(name, list(same)) for name, same in by_name]
+    recovery = [_recovery(name, same) for name, same in _by_name(outcome)]
     streams = {"finished": outcome.finished, "tokens": outcome.tokens}
     for kind, is_lost in (("lost", True), ("wrong", False)):
         streams[kind] = [one for one in outcome.violations if (": lost after" in one) is is_lost]
@@ -173,7 +160,7 @@ def _recovery(label: str, same: Sequence[Result]) -> dict[str, Any]:
 
 def measured(spans: Sequence[Span], clients: Clients, seconds: float, usual_pause_s: float) -> Measured:
     """Return what a run measured, once its clients have ended."""
-    allowed_s = progress_s(clients)
+    allowed_s = clients.progress_s
     unmoved = [span for span in spans if span.back - span.ended > allowed_s]
     return Measured(
         results=[result_of(span, clients) for span in spans],
@@ -183,7 +170,7 @@ def measured(spans: Sequence[Span], clients: Clients, seconds: float, usual_paus
         requests=len(clients.histories),
         finished=sum(not one.error and not one.wrong for one in clients.histories),
         tokens=sum(one.num_tokens for one in clients.histories),
-        errors=dict(errors_of(clients.histories)),
+        errors=_errors(clients.histories),
         cycles={name: dict(cycles) for name, cycles in clients.cycles.items()},
         seconds=seconds,
         usual_pause_s=usual_pause_s,

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import psutil
 
 from gammaray.demo_pair import resolve_model
+from gammaray.deploy.serve_config import APPLICATIONS
 from orchestrator.launcher.redis_server import RedisServer
 from tests.chaos.chaos_drafters import DRAFTER, HEAD, PAIR, Way
 from tests.chaos.network.links import Link, Network
@@ -24,21 +25,11 @@ from tests.support.drafter_helpers import make_drafter
 from tests.support.head_helpers import bigram_head
 from tests.support.workers.redis_helpers import port_of
 
-KINDS: dict[str, tuple[Way, ...]] = {
-    "model": PAIR,
-    "parallel": DRAFTER,
-    "early-exit": DRAFTER,
-    "head": HEAD,
-}
+KINDS: dict[str, tuple[Way, ...]] = {"model": PAIR, "parallel": DRAFTER, "early-exit": DRAFTER, "head": HEAD}
 ROLES = ("draft", "target", "orchestrator", "proxy", "redis")
 CLUSTER_MB = 256
 REVIVE_EVERY_S = 0.05
 
-_TITLES = {
-    "draft": "ray::ServeReplica:gammaray-draft:",
-    "target": "ray::ServeReplica:gammaray-target:",
-    "orchestrator": "ray::ServeReplica:gammaray:",
-}
 _STARTING = ("initialize", "__init__")
 
 
@@ -115,11 +106,7 @@ class Trouble:
 
 @contextmanager
 def stage_of(
-    kind: str = "model",
-    *,
-    has_network_faults: bool = False,
-    engine: str = "auto",
-    stderr: int | None = None,
+    kind: str = "model", *, has_network_faults: bool = False, engine: str = "auto", stderr: int | None = None
 ) -> Iterator[Stage]:
     """Run a cluster of two orchestrators, two target workers and what drafts.
 
@@ -158,14 +145,8 @@ def _of_kind(kind: str, folder: Path) -> list[str]:
     """Return the options of a cluster that say what drafts."""
     drafts, target = ["--draft-workers", "2"], Path(resolve_model("demo", "target"))
     if kind == "parallel":
-        drafter = make_drafter(
-            Path(resolve_model("demo", "draft")),
-            folder / "drafter",
-            pard_token=0,
-            mask_embedding=True,
-            draft_vocab_size=1500,
-            target=target,
-        )
+        how = {"pard_token": 0, "mask_embedding": True, "draft_vocab_size": 1500, "target": target}
+        drafter = make_drafter(Path(resolve_model("demo", "draft")), folder / "drafter", **how)
         # Neither its int8 weights nor a token that it lacks may change a token of the text.
         return [*drafts, "--target", "demo", "--draft", str(drafter), "--draft-weights", "int8"]
     if kind == "head":
@@ -211,4 +192,5 @@ def _is(process: psutil.Process, role: str) -> bool:
     if role == "proxy":
         return process.name() == "haproxy"
     title = " ".join(process.cmdline())
-    return title.startswith(_TITLES[role]) and not any(word in title for word in _STARTING)
+    is_of_role = title.startswith(f"ray::ServeReplica:{APPLICATIONS[role].name}:")
+    return is_of_role and not any(word in title for word in _STARTING)

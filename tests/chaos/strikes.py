@@ -51,9 +51,11 @@ def strikes(seed: int, roles: Sequence[str] = ROLES) -> Iterator[Trouble]:
         for count in (size for size in (2, 2, 2, 3, 5) if size <= len(roles)):
             actions = rng.choices((True, False), weights=(3, 1), k=count)
             kinds.append(list(zip(rng.sample(roles, count), actions, strict=True)))
-        found = [
-            strike(*(Blow(*one, rng.random()) for one in kind), seconds=_stop_s(rng, kind)) for kind in kinds
-        ]
+        found = []
+        for kind in kinds:
+            blows = [Blow(*one, rng.random()) for one in kind]
+            is_short = all(kills for _, kills in kind)
+            found.append(strike(*blows, seconds=0.0 if is_short else rng.uniform(*STOP_S)))
         if "redis" in roles:
             long = strike(Blow("redis", kills=False), seconds=PAUSE_S, name="redis, SIGSTOP past a lease")
             found += [long, *(refusal(code, rng.uniform(*STOP_S)) for code in REPLIES)]
@@ -63,10 +65,6 @@ def strikes(seed: int, roles: Sequence[str] = ROLES) -> Iterator[Trouble]:
 def refusal(code: str, seconds: float) -> Trouble:
     """Return some seconds of an error reply of Redis; LOADING lasts as long as it takes."""
     return Trouble(f"redis, {code}", 0.0 if code == "LOADING" else seconds, partial(_refused, code=code))
-
-
-def _stop_s(rng: random.Random, kind: Sequence[tuple[str, bool]]) -> float:
-    return 0.0 if all(kills for _, kills in kind) else rng.uniform(*STOP_S)
 
 
 @contextmanager

@@ -14,20 +14,29 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import redis
 
 from gammaray.config import DraftSettings, OrchestratorSettings
 from gammaray.demo_pair import resolve_model
+from gammaray.deploy import serve_config
 from gammaray.deploy.redis_connection import OLDEST_VERSION, SUPPORTED_SERVERS
+from gammaray.errors import UnavailableError
+from orchestrator.app import orchestrator
 from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.redis_server import redis_binary
+from services.serve.app import draft, target
 from tests.support.chart.chart_helpers import (
+    CACHED,
     CHART,
     NAME,
+    ROLES,
     ROOT,
+    application,
     at,
+    cluster,
     container,
     environment,
     groups,
@@ -39,23 +48,18 @@ from tests.support.chart.chart_helpers import (
     render,
 )
 from tests.support.scripted_http import scripted
+from tests.support.serve_helpers import schema_of
 from tests.support.tls_helpers import Authority, role_certificates
 
 NOWHERE = "http://127.0.0.1:9"
-DOWNLOADS = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
 
 
 def run(only, *more, env=None):
     """Run a container's command, a Python script, as the image's Python would."""
     program, *arguments = only["command"]
     assert program == "python"
-    return subprocess.run(
-        [sys.executable, *arguments, *more],
-        env={"PATH": "/usr/bin:/bin", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command, env = [sys.executable, *arguments, *more], {"PATH": "/usr/bin:/bin", **(env or {})}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +157,19 @@ def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(t
 
 @pytest.mark.slow
 def test_failed_download_leaves_no_mark(tmp_path):
-    ended, mark, _ = download(DOWNLOADS, tmp_path, lambda *_: (404, {}, {"X-Error-Code": "RepoNotFound"}))
+    ended, mark, _ = download(CACHED, tmp_path, lambda *_: (404, {}, {"X-Error-Code": "RepoNotFound"}))
     assert ended.returncode == 1
     assert "team/large" in ended.stderr
     assert not mark.exists()
+
+
+def test_download_job_leaves_a_model_alone_that_workers_may_read(tmp_path):
+    (tmp_path / "ready").mkdir()
+    for name in ("team--large", "team--small"):
+        (tmp_path / "ready" / name).touch()
+    ended, *_ = download(CACHED, tmp_path, lambda *_: (500, b""))
+    assert ended.stdout == "team/large: is there\nteam/small: is there\n", ended.stderr
+    assert ended.returncode == 0
 
 
 def test_download_job_exists_only_for_hub_models_in_a_shared_volume():
@@ -165,7 +178,7 @@ def test_download_job_exists_only_for_hub_models_in_a_shared_volume():
         ({"models": {"target": "a/b", "draft": "a/b"}}, ["a/b"]),
         ({"models": {"target": "a/b", "draft": "early-exit:4"}}, ["a/b"]),
         ({"models": {"target": "a/b", "draft": "c/d"}, "draft": {"workers": "0"}}, ["a/b"]),
-        (DOWNLOADS, ["team/large", "team/small"]),
+        (CACHED, ["team/large", "team/small"]),
         ({"models": {"target": "/data/m", "draft": "demo"}}, None),
         ({"models": {"target": "a/b"}, "modelCache": {"download": {"enabled": False}}}, None),
         ({"models": {"target": "a/b"}, "modelCache": {"enabled": False}}, None),
@@ -182,7 +195,7 @@ def test_changed_models_images_and_placement_change_the_name_of_the_job():
         {"models": {"draft": "team/other"}},
         of_component("models", {"tolerations": [{"operator": "Exists"}], "labels": {"a.com/b": "c"}}),
     ]
-    variants = [merged(DOWNLOADS, change) for change in changes]
+    variants = [merged(CACHED, change) for change in changes]
     names = {render(values)["job-models.yaml"]["metadata"]["name"] for values in variants}
     assert len(names) == len(variants)
 
@@ -299,9 +312,8 @@ def url_of(port, values=None):
 
 
 def test_bundled_redis_and_the_docs_are_within_the_supported_versions():
-    major, minor, shown = re.match(r"redis:((\d+)\.(\d+))", container(pods()["redis"])["image"]).group(
-        2, 3, 1
-    )
+    image = container(pods()["redis"])["image"]
+    shown, major, minor = re.match(r"redis:((\d+)\.(\d+))", image).groups()
     assert OLDEST_VERSION <= (int(major), int(minor)) < (9, 0)
     assert SUPPORTED_SERVERS == "Redis 6.2 or newer, or Valkey 7.2 or newer"
     page = (ROOT / "docs/install.md").read_text()
@@ -361,3 +373,63 @@ def test_readiness_probe_requires_a_pong():
     for answer, status in (("PONG", 0), ("LOADING Redis is loading the dataset in memory", 1), ("", 1)):
         fake = f"redis-cli() {{ echo '{answer}'; }}; {script}"
         assert subprocess.run(["bash", "-c", fake], timeout=20).returncode == status
+
+
+BUILDERS = {"orchestrator": orchestrator, "draft": draft, "target": target}
+
+
+def test_other_models_and_timeouts_of_their_download_leave_the_cluster_as_it_is():
+    """KubeRay starts a second cluster if anything but the number of pods differs."""
+    for change in (
+        {"models": {"draft": "team/other"}},
+        {"models": {"target": "team/other"}},
+        {"models": {"target": "/data/large", "draft": "demo"}},
+        {"modelCache": {"download": {"timeoutSeconds": 99}}},
+    ):
+        assert cluster(merged(CACHED, change)) == cluster(CACHED), change
+    without = cluster(merged(CACHED, {"modelCache": {"download": {"enabled": False}}}))
+    assert without != cluster(CACHED)  # HF_HUB_OFFLINE
+
+
+def test_each_application_waits_for_the_marks_of_its_own_models():
+    folder, *downloaded = container(passing_pods(CACHED)["models"])["command"][3:]
+    assert downloaded == ["team/large", "team/small"]
+    large, small = f"{folder}/team--large", f"{folder}/team--small"
+    for values, expected in (
+        (CACHED, {"orchestrator": [large], "draft": [large, small], "target": [large]}),
+        ({"models": {"draft": "early-exit:2"}}, {"draft": [large]}),
+        ({"models": {"target": "/data/large"}}, {"orchestrator": None, "draft": [small], "target": None}),
+        ({"modelCache": {"download": {"enabled": False}}}, dict.fromkeys(BUILDERS)),
+        ({"modelCache": {"enabled": False}}, dict.fromkeys(BUILDERS)),
+    ):
+        for role, marks in expected.items():
+            assert application(role, merged(CACHED, values))["args"].get("after") == marks, values
+    offline = release(CACHED)
+    assert {role for role in ROLES if at(offline, f"env {role} HF_HUB_OFFLINE")} == set(BUILDERS)
+    mount = {"name": "models", "mountPath": "/models"}
+    for role, group in groups(CACHED).items():  # the head builds applications
+        assert mount in container(group["template"])["volumeMounts"], role
+
+
+@pytest.mark.parametrize("role", BUILDERS)
+def test_serve_builds_an_application_only_once_its_models_are_downloaded(role, tmp_path, monkeypatch):
+    marks, slept = [tmp_path / "team--large", tmp_path / "team--small"], []
+
+    def sleep(seconds):
+        marks[len(slept)].touch()
+        slept.append(seconds)
+
+    monkeypatch.setattr(serve_config, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    args = {**application(role, CACHED)["args"], "after": [str(mark) for mark in marks]}
+    assert schema_of(BUILDERS[role](args)).name
+    assert len(slept) == len(marks)
+    assert schema_of(BUILDERS[role](args)).name
+    assert len(slept) == len(marks)
+
+
+def test_waiting_for_a_model_ends_after_a_day_with_the_name_of_the_mark(monkeypatch):
+    now = iter((0.0, 3600.0, 25 * 3600.0))
+    clock = SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None)
+    monkeypatch.setattr(serve_config, "time", clock)
+    with pytest.raises(UnavailableError, match="within a day: /nowhere/team--large"):
+        target({"settings": {}, "after": ["/nowhere/team--large"]})

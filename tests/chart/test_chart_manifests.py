@@ -1,4 +1,4 @@
-"""Every manifest of every variant: lint, schemas, names, references; values are documented."""
+"""Every manifest of every variant: lint, schemas, names, references, left-overs; values are documented."""
 
 import re
 import sys
@@ -12,6 +12,8 @@ import yaml
 
 from tests.support.chart.chart_helpers import (
     CHART,
+    COMPONENTS,
+    DIGEST,
     EVERYTHING,
     NAME,
     NAMESPACE,
@@ -20,9 +22,13 @@ from tests.support.chart.chart_helpers import (
     ROLES,
     ROOT,
     VARIANTS,
+    application,
+    at,
     chart,
     container,
+    every_pod,
     merged,
+    of_component,
     passing_pods,
     pods,
     read_yaml,
@@ -273,3 +279,127 @@ def test_names_of_release_and_namespace_stay_strings_and_whole_numbers_whole():
         assert found["pods"][role]["terminationGracePeriodSeconds"] == many
         assert found["pods"][role]["securityContext"]["runAsUser"] == many
     assert "e+06" not in str(found)
+
+
+def test_names_that_kubernetes_or_kuberay_refuses_are_refused_before_anything_is_installed():
+    """Services may begin with a digit in Kubernetes 1.36; KubeRay's name must be a label of DNS-1035."""
+    for name in ("9lives", "a.b", "team-a.gammaray", "9gammaray"):
+        with pytest.raises(helm_python.HelmRenderError, match=f"fullnameOverride: needed.*{name}"):
+            render(name=name)
+        manifests = render({"fullnameOverride": "lives"}, name=name)
+        assert manifests["rayservice.yaml"]["metadata"]["name"] == "lives"
+        check_release({"fullnameOverride": "lives"})
+    for name in ("a", "gammaray", "a-1", "x" * 53):
+        shown = render(name=name)["rayservice.yaml"]["metadata"]["name"]
+        assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", shown)
+    for values in ({"fullnameOverride": "9lives"}, {"fullnameOverride": "A"}, {"nameOverride": "a.b"}):
+        with pytest.raises(helm_python.HelmValuesError, match=next(iter(values))):
+            chart().validate_schema(values)
+
+
+def test_no_manifest_has_an_empty_list_of_egress_which_the_server_would_drop():
+    """With it every upgrade changes the policy; `policyTypes` alone denies all egress."""
+    for values in (EVERYTHING, {"telemetry": {"jaeger": {"enabled": True}}}):
+        policies = {name: m["spec"] for name, m in render(values).items() if m["kind"] == "NetworkPolicy"}
+        assert all(spec.get("egress", [{}]) for spec in policies.values())
+        for name in ("redis", "jaeger"):
+            assert "Egress" in policies[f"networkpolicy-{name}.yaml"]["policyTypes"]
+            assert "egress" not in policies[f"networkpolicy-{name}.yaml"]
+
+
+def test_what_outlives_a_release_has_the_label_by_which_the_docs_delete_it():
+    """`helm uninstall` leaves hooks, and claims and Secrets to keep."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    deleted = re.findall(r"kubectl -n gammaray delete (\S+) --selector (\S+)=gammaray ", page)
+    kinds = {kind for kinds, _ in deleted for kind in kinds.split(",")}
+    assert {label for _, label in deleted} == {"app.kubernetes.io/instance"}
+    for manifest in render(EVERYTHING).values():
+        metadata, policy = manifest["metadata"], "helm.sh/hook-delete-policy"
+        is_hook = "helm.sh/hook" in metadata.get("annotations", {})
+        is_kept = "helm.sh/resource-policy" in metadata.get("annotations", {})
+        if is_kept or (is_hook and manifest["kind"] in ("Job", "Pod")):
+            assert metadata["labels"]["app.kubernetes.io/instance"] == "demo"
+            assert {"PersistentVolumeClaim": "pvc"}.get(manifest["kind"], manifest["kind"].lower()) in kinds
+        elif is_hook:
+            assert "hook-succeeded" in metadata["annotations"][policy]
+    # `helm test --logs` reads the logs of a pod that has succeeded.
+    assert "hook-succeeded" not in render()["pod-test.yaml"]["metadata"]["annotations"][policy]
+
+
+def test_services_take_fields_of_load_balancers_and_ports_by_name():
+    spec = {
+        "loadBalancerClass": "service.k8s.aws/nlb",
+        "loadBalancerSourceRanges": ["10.0.0.0/8"],
+        "ipFamilyPolicy": "PreferDualStack",
+        "ports": [{"name": "http", "nodePort": 30080}, {"name": "grpc", "nodePort": 30090}],
+    }
+    patch = {"spec": spec, "metadata": {"annotations": {"a": "b"}}}
+    values = merged(EVERYTHING, {"service": {"patch": patch}})
+    for kind, node_port in (("http", 30080), ("grpc", 30090)):
+        before, after = (render(given)[f"service-{kind}.yaml"] for given in (EVERYTHING, values))
+        ports = [{**before["spec"]["ports"][0], "nodePort": node_port}]
+        assert after == merged(before, patch, {"spec": {"ports": ports}})
+    check_release(values)
+
+
+def test_ingresses_have_all_hosts_and_paths():
+    ingress = {"enabled": True, "httpHost": "a.example", "grpcHost": "g.example"}
+    more = {
+        "httpMoreHosts": ["b.example", "a.example"],
+        "grpcMoreHosts": ["h.example"],
+        "httpPaths": ["/v1", "/health"],
+    }
+    tls = {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}}
+    values = {"ingress": {**ingress, **more}, "tls": tls}
+    expected = {
+        "http": (["a.example", "b.example"], ["/v1", "/health"]),
+        "grpc": (["g.example", "h.example"], ["/"]),
+    }
+    for kind, (hosts, paths) in expected.items():
+        spec = render(values)[f"ingress-{kind}.yaml"]["spec"]
+        assert [rule["host"] for rule in spec["rules"]] == hosts
+        assert spec["tls"] == [{"hosts": hosts, "secretName": f"{NAME}-tls"}]
+        for rule in spec["rules"]:
+            assert [entry["path"] for entry in rule["http"]["paths"]] == paths
+            (backend,) = {str(entry["backend"]["service"]) for entry in rule["http"]["paths"]}
+            assert backend == str({"name": f"{NAME}-{kind}", "port": {"name": kind}})
+    names = render(values)["certificate-public.yaml"]["spec"]["dnsNames"]
+    assert names == ["a.example", "b.example", "g.example", "h.example"]
+    allowed = application("orchestrator", values)["args"]["settings"]["allowed_hosts"].split(",")
+    assert allowed[-2:] == ["a.example", "b.example"]  # without API keys requests to other names are refused
+    check_release(values)
+
+
+def test_extra_objects_are_templates_given_as_maps_or_text():
+    name = '{{ include "gammaray.fullname" . }}-extra'
+    as_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {"key": "1e3"}}
+    as_text = f"apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {name}\ndata: {{key: '1e3'}}\n"
+    for extra in (as_map, as_text):
+        manifest = render({"extraObjects": [extra]})["extra-objects.yaml"]
+        assert manifest == {**as_map, "metadata": {"name": f"{NAME}-extra"}}
+    both = render_texts({"extraObjects": [as_map, as_text]})["extra-objects.yaml"]
+    assert [entry["kind"] for entry in yaml.safe_load_all(both)] == ["ConfigMap"] * 2
+
+
+def test_versions_of_images_are_in_the_values_alone_and_the_docs_list_every_image_of_a_release():
+    page = (ROOT / "docs" / "install.md").read_text()
+    (pattern,) = re.findall(r"helm template .* grep -o '(.*?)'", page)
+    for values in VARIANTS.values():
+        texts = "\n".join(text for name, text in render_texts(values).items() if name != "NOTES.txt")
+        listed = {line.removeprefix(" image: ").strip('"') for line in re.findall(pattern, texts)}
+        specs = [pod["spec"] for pod in every_pod(values).values()]
+        entries = (one for spec in specs for one in (*spec["containers"], *spec.get("initContainers", [])))
+        assert listed == {entry["image"] for entry in entries}
+    tagged = re.compile(r"[a-z]/?[a-z-]+:v?\d+[.]\d+")
+    for path in (CHART / "templates").iterdir():
+        assert not tagged.search(path.read_text()), path
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    version = re.search(r"instead of the chart's \((.*?)\)", page)[1]
+    assert defaults["redis"]["image"].startswith(f"redis:{version}.")
+    for component in ("redis", "jaeger", "collector"):
+        path = (*COMPONENTS[component], "image")
+        assert f"`{'.'.join(path)}`" in page
+        name = at(defaults, " ".join(path)).partition(":")[0]
+        values = of_component(component, {"image": f"{name}@{DIGEST}"})
+        chart().validate_schema(values)
+        assert DIGEST in str(every_pod(merged(EVERYTHING, values)))

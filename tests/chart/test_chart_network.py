@@ -1,17 +1,65 @@
-"""Allowed connections, as a table over every component and port of the release with everything enabled."""
+"""Allowed connections, as a table over every component and port of the release with everything enabled.
+
+They are computed from the rendered NetworkPolicies, as a network plugin would.
+"""
+
+from typing import NamedTuple
 
 from ray.serve._private import constants
 
-from tests.support.chart.chart_helpers import (
-    EVERYTHING,
-    NOTHING,
-    container,
-    groups,
-    passing_pods,
-    pods,
-    render,
-)
-from tests.support.chart.reachability import Pod, may_leave, may_reach
+from tests.support.chart.chart_helpers import EVERYTHING, NOTHING, container, every_pod, groups, pods, render
+
+OWN_NAMESPACE = {"kubernetes.io/metadata.name": "somewhere"}
+
+
+class Pod(NamedTuple):
+    """One end of a connection: labels of the pod and of its namespace, by default that of the release."""
+
+    labels: dict[str, str]
+    namespace: dict[str, str] = OWN_NAMESPACE
+
+
+def may_reach(policies, source, goal, port):
+    """Return whether `source` may open a TCP port of `goal`, a pod in the release's namespace.
+
+    A pod that no policy selects is open to all; else some rule of some policy must allow it.
+    """
+    return is_allowed(policies, "Ingress", goal, source, port)
+
+
+def may_leave(policies, source, goal, port):
+    return is_allowed(policies, "Egress", source, goal, port)
+
+
+def is_allowed(policies, direction, selected, peer, port):
+    """Return whether the policies that select a pod allow traffic in a direction with a peer."""
+    specs = [policy["spec"] for policy in policies if direction in policy["spec"]["policyTypes"]]
+    selecting = [spec for spec in specs if selects(spec["podSelector"], selected.labels)]
+    rules = [rule for spec in selecting for rule in spec.get(direction.lower()) or []]
+    peers = "from" if direction == "Ingress" else "to"
+    return not selecting or any(allows(rule, peers, peer, port) for rule in rules)
+
+
+def allows(rule, key, source, port):
+    ports, peers = rule.get("ports"), rule.get(key)
+    is_port = not ports or any(one["port"] <= port <= one.get("endPort", one["port"]) for one in ports)
+    return is_port and (not peers or any(is_peer(peer, source) for peer in peers))
+
+
+def is_peer(peer, source):
+    unknown = peer.keys() - {"podSelector", "namespaceSelector"}
+    assert not unknown, f"not understood: {unknown}"
+    is_near = source.namespace == OWN_NAMESPACE
+    if "namespaceSelector" in peer:
+        is_near = selects(peer["namespaceSelector"], source.namespace)
+    return is_near and ("podSelector" not in peer or selects(peer["podSelector"], source.labels))
+
+
+def selects(selector, labels):
+    unknown = selector.keys() - {"matchLabels"}
+    assert not unknown, f"not understood: {unknown}"
+    return labels.items() >= selector.get("matchLabels", {}).items()
+
 
 RAY = {"head", "orchestrator", "draft", "target"}
 INSIDE = {*RAY, "redis", "jaeger", "collector"}
@@ -63,8 +111,8 @@ def policies(values):
 
 
 def sources(values):
-    inside = {**pods(values), **passing_pods(values)}
-    return {name: Pod(template["metadata"]["labels"]) for name, template in inside.items()} | OUTSIDE
+    inside = {name: Pod(template["metadata"]["labels"]) for name, template in every_pod(values).items()}
+    return inside | OUTSIDE
 
 
 def who_reaches(component, port, values):

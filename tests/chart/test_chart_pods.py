@@ -1,9 +1,12 @@
-"""Every pod of every variant: rights, variables, placement, resources, and what selects it."""
+"""Every pod of every variant: rights, variables, placement, resources, what selects it, and patches."""
 
 import importlib
 import json
 import math
+import re
 
+import helm_python
+import pytest
 import yaml
 from ray._private import ray_constants
 from ray.autoscaler._private.kuberay.autoscaling_config import _get_custom_resources, _get_num_gpus
@@ -13,12 +16,14 @@ import gammaray
 from gammaray.config import PoolSize
 from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENVIRONMENT
 from tests.support.chart.chart_helpers import (
+    CACHED,
     CHART,
     COMPONENTS,
     EVERYTHING,
     ROLES,
     ROOT,
     VARIANTS,
+    chart,
     cluster,
     container,
     environment,
@@ -240,8 +245,7 @@ def test_every_pod_has_what_is_given_for_all_pods_or_for_its_component():
 
 
 def test_by_default_pods_run_anywhere_but_for_the_taint_of_gpus():
-    caches = {"modelCache": {"enabled": True}, "models": {"target": "team/large", "draft": "team/small"}}
-    on = {"telemetry": {"jaeger": {"enabled": True}, "collector": {"enabled": True}}, **caches}
+    on = {"telemetry": {"jaeger": {"enabled": True}, "collector": {"enabled": True}}, **CACHED}
     assert every_pod(on).keys() == COMPONENTS.keys()
     for component, template in every_pod(on).items():
         placed = {"tolerations"} if component in ("draft", "target") else set()
@@ -309,3 +313,139 @@ def test_own_labels_variables_volumes_and_resources_stand_beside_or_instead_of_t
 def test_dashboards_are_those_of_the_folder():
     data = render(EVERYTHING)["configmap-dashboards.yaml"].get("data") or {}
     assert set(data) == {path.name for path in (CHART / "dashboards").glob("*.json")}
+
+
+PASSED = {
+    "schedulerName": "volcano",
+    "dnsPolicy": "None",
+    "dnsConfig": {"nameservers": ["10.0.0.10"]},
+    "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["redis.example.com"]}],
+    "resourceClaims": [{"name": "gpu"}],  # its other fields differ between versions of Kubernetes
+}
+FROM = [{"secretRef": {"name": "proxy"}}]
+LIFECYCLE = {"preStop": {"exec": {"command": ["sleep", "5"]}}}
+
+
+def test_patch_of_all_pods_reaches_the_metadata_spec_and_own_container_of_each():
+    own = {"envFrom": FROM, "lifecycle": LIFECYCLE}
+    patch = {"metadata": {"annotations": {"a": "b"}}, "spec": {**PASSED, "containers": [own]}}
+    values = merged(EVERYTHING, {"pods": {"patch": patch}})
+    without, patched = every_pod(EVERYTHING), every_pod(values)
+    assert patched.keys() == without.keys() == COMPONENTS.keys()
+    for component, pod in patched.items():
+        expected = without[component]
+        expected["metadata"].setdefault("annotations", {})["a"] = "b"
+        expected["spec"] |= PASSED
+        container(expected).update(own)
+        assert pod == expected, component
+    check_release(values)
+    assert (
+        render(values)["job-models.yaml"]["metadata"]["name"]
+        != render(EVERYTHING)["job-models.yaml"]["metadata"]["name"]
+    )
+
+
+def test_patch_of_a_component_merges_named_entries_replaces_other_lists_and_removes_nulls():
+    entries = {
+        "env": [{"name": "HF_HOME", "value": "/mine"}, {"name": "NEW", "value": "1"}],
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp", "subPath": "a"},
+            {"name": "tmp", "mountPath": "/b"},
+        ],
+        "resources": {"limits": {"nvidia.com/gpu": None}, "claims": [{"name": "gpu"}]},
+        "readinessProbe": None,
+    }
+    sidecar = {"name": "beside", "image": "registry.example.com/beside:1"}
+    spec = {
+        "containers": [{"name": "ray-target", **entries}, sidecar],
+        "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "20Gi"}}, {"name": "new", "emptyDir": {}}],
+        "tolerations": [{"operator": "Exists"}],
+        "topologySpreadConstraints": None,
+        "terminationGracePeriodSeconds": 2_000_000,
+    }
+    values = {"target": {"patch": {"spec": spec}}, "pods": {"patch": {"metadata": {"labels": {"x": "1e3"}}}}}
+    before, after = groups()["target"]["template"], groups(values)["target"]["template"]
+    old, new = container(before), container(after)
+    assert environment(after) == {**environment(before), "HF_HOME": "/mine", "NEW": "1"}
+    mounts = {entry["mountPath"]: entry for entry in new["volumeMounts"]}
+    assert mounts.keys() == {entry["mountPath"] for entry in old["volumeMounts"]} | {"/b"}
+    assert mounts["/tmp"] == {"name": "tmp", "mountPath": "/tmp", "subPath": "a"}
+    assert new["resources"]["limits"] == {"cpu": "8", "memory": "64Gi"}
+    assert new["resources"]["requests"] == old["resources"]["requests"]
+    assert "readinessProbe" not in new
+    assert after["spec"]["containers"][1:] == [sidecar]
+    volumes = {volume["name"]: volume for volume in after["spec"]["volumes"]}
+    assert volumes.keys() == {volume["name"] for volume in before["spec"]["volumes"]} | {"new"}
+    assert volumes["tmp"]["emptyDir"] == {"sizeLimit": "20Gi"}
+    assert after["spec"]["tolerations"] == [{"operator": "Exists"}]
+    assert "topologySpreadConstraints" not in after["spec"]
+    assert after["spec"]["terminationGracePeriodSeconds"] == 2_000_000
+    labels = {name: pod["metadata"]["labels"].get("x") for name, pod in every_pod(values).items()}
+    assert set(labels.values()) == {"1e3"}
+    assert groups(values)["draft"]["template"]["spec"] == groups()["draft"]["template"]["spec"]
+    check_release(values)
+
+
+def test_patch_of_an_unknown_container_or_field_is_refused():
+    for component in COMPONENTS:
+        missing = {"patch": {"spec": {"containers": [{"name": "missing", "envFrom": FROM}]}}}
+        values = merged(EVERYTHING, of_component(component, missing))
+        with pytest.raises(helm_python.HelmRenderError, match=f'"{component}" has no container "missing"'):
+            render(values)
+    for values in ({"pods": {"patch": {"sepc": {}}}}, {"service": {"patch": {"status": {}}}}):
+        with pytest.raises(helm_python.HelmValuesError, match=r"sepc|status"):
+            chart().validate_schema(values)
+
+
+def test_common_labels_are_on_every_object_and_pod_and_replace_none_of_the_charts():
+    own = {"app.kubernetes.io/name": "mine", "app.kubernetes.io/component": "mine", "gammaray.io/ray": "mine"}
+    values = merged(EVERYTHING, {"commonLabels": {"cost-centre": "1e3", **own}})
+    before, after = render(EVERYTHING), render(values)
+    for file, manifest in after.items():
+        if file != "job-models.yaml":  # whose name follows its pod
+            assert manifest["metadata"]["name"] == before[file]["metadata"]["name"]
+        assert manifest["metadata"]["labels"]["cost-centre"] == "1e3"
+        assert manifest["metadata"]["labels"].items() >= before[file]["metadata"]["labels"].items()
+        for field in ("selector", "podSelector", "volumeClaimTemplates"):  # cannot change
+            assert manifest.get("spec", {}).get(field) == before[file].get("spec", {}).get(field), file
+    for component, pod in every_pod(values).items():
+        assert pod["metadata"]["labels"]["cost-centre"] == "1e3"
+        assert (
+            pod["metadata"]["labels"].items()
+            >= every_pod(EVERYTHING)[component]["metadata"]["labels"].items()
+        )
+        if component in ROLES:
+            assert "app.kubernetes.io/name" not in pod["metadata"]["labels"]  # KubeRay's own
+    check_release(values)
+
+
+def test_pods_without_a_sidecar_of_istio_are_those_of_the_docs():
+    (row,) = re.findall(r"\| with Istio's .*", (ROOT / "docs" / "install.md").read_text())
+    for path in COMPONENTS.values():
+        named = f"`{'.'.join(path)}`" in row
+        assert named is (path not in {(role,) for role in ROLES} | {("telemetry", "collector")}), path
+    label = {"sidecar.istio.io/inject": "false"}
+    for pod in every_pod(merged(EVERYTHING, {"pods": {"labels": label}})).values():
+        assert pod["metadata"]["labels"].items() >= label.items()
+
+
+def test_yaml_of_the_docs_is_accepted_and_has_its_effect():
+    page = (ROOT / "docs" / "install.md").read_text()
+    values = merged(*map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)))
+    chart().validate_schema(values)
+    check_release(values)
+    assert render(values)["service-grpc.yaml"]["spec"]["loadBalancerClass"] == "service.k8s.aws/nlb"
+    for pod in every_pod(values).values():
+        assert pod["spec"]["schedulerName"] == "volcano"
+        assert container(pod)["envFrom"] == FROM
+
+
+def test_ray_may_have_a_user_of_another_redis():
+    given = {"enabled": True, "redisAddress": "redis.example.com:6379", "username": "ray"}
+    values = {"ray": {"faultTolerance": given}}
+    assert cluster(values)["gcsFaultToleranceOptions"] == {
+        "redisAddress": "redis.example.com:6379",
+        "redisUsername": {"value": "ray"},
+    }
+    check_release(values)
+    assert "redis-username" in {option.lstrip("-") for parameter in start.params for option in parameter.opts}

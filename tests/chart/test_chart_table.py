@@ -1,5 +1,7 @@
 """What values give, as a table of values, paths into the rendered release, and what stands there."""
 
+import itertools
+
 import helm_python
 import pytest
 
@@ -7,10 +9,12 @@ import gammaray
 from gammaray.config import OrchestratorSettings
 from gammaray.deploy.serve_config import WORKER_PORT
 from tests.support.chart.chart_helpers import (
+    DIGEST,
     EVERYTHING,
     NAME,
     NAMESPACE,
     ROLES,
+    TWO_MODELS,
     VARIANTS,
     at,
     chart,
@@ -25,16 +29,16 @@ HTTP_NAMES = ",".join(
     for end in ("", f".{NAMESPACE}", f".{NAMESPACE}.svc", f".{NAMESPACE}.svc.cluster.local")
 )
 INGRESS = {"ingress": {"enabled": True, "httpHost": "a.example", "grpcHost": "b.example"}}
-TWO_MODELS = {"target": "team/large", "draft": "team/small"}
+HOSTS = "args orchestrator settings allowed_hosts"
 DRAFT_TARGET, DRAIN = "args draft settings target", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 ENDPOINT, EXPORTERS = "env draft OTEL_EXPORTER_OTLP_ENDPOINT", "collector service pipelines traces exporters"
 NVIDIA, MIG, AMD = "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "amd.com/gpu"
+OF_MIG = {"draft": {"gpuResource": MIG}, "target": {"gpus": 2}}
 TLS = {"certManager": {"enabled": True, "issuerRef": {"name": "letsencrypt"}}}
 EGRESS = {"networkPolicy": {"egress": {"enabled": True}}}
 URL, ON = {"urlSecret": {"name": "mine"}}, {"enabled": True}
 PREFIX = f"{NAMESPACE}.{NAME}"
 VERSION, GPU, HEAD = gammaray.__version__, "gammaray-worker-gpu", "gammaray-orchestrator"
-DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 
 
 def secret(name, key):
@@ -55,14 +59,14 @@ def pool(role, bounds, replicas, budget):
     }
 
 
-def gpus(role, resource, count):
-    """Return the rows of a pool's GPUs: asked for as one resource, and counted for Ray, which knows few."""
-    rows = {
-        f"containers {role} resources {kind} {name}": str(count) if name == resource else None
-        for kind in ("limits", "requests")
-        for name in (NVIDIA, MIG, AMD)
-    }
-    return {**rows, f"groups {role} rayStartParams num-gpus": str(count) if role in WORKERS else None}
+def gpus(**pools):
+    """Return the rows of pools' GPUs: asked for as one resource, and counted for Ray, which knows few."""
+    rows = {}
+    for role, (resource, count) in pools.items():
+        for kind, name in itertools.product(("limits", "requests"), (NVIDIA, MIG, AMD)):
+            rows[f"containers {role} resources {kind} {name}"] = str(count) if name == resource else None
+        rows[f"groups {role} rayStartParams num-gpus"] = str(count) if role in WORKERS else None
+    return rows
 
 
 def images(target, orchestrator):
@@ -80,14 +84,14 @@ HOOKS = {
 }
 RAYLET = {"path": "/api/local_raylet_healthz", "port": 52365}
 PROBES = {
-    f"containers {role} {probe} httpGet": None if (role, probe) == ("head", "livenessProbe") else RAYLET
-    for role in ROLES
-    for probe in ("startupProbe", "livenessProbe")
+    f"containers {role} {kind}Probe httpGet": RAYLET for role in ROLES for kind in ("startup", "liveness")
 }
+PROBES["containers head livenessProbe httpGet"] = None
 STORAGE = ("statefulset-redis spec volumeClaimTemplates 0 spec", "pvc-models spec")
 DEFAULTS = {
     # Redis' password is made before other pods start, by a job that may only create secrets.
     **HOOKS,
+    "job-redis-password spec activeDeadlineSeconds": 240,  # before Helm's timeout of 300 s: Helm says so
     "role-redis-password rules": [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}],
     "env draft GAMMARAY_REDIS_PASSWORD": secret(f"{NAME}-redis", "password"),
     "env redis REDISCLI_AUTH": secret(f"{NAME}-redis", "password"),
@@ -104,17 +108,17 @@ DEFAULTS = {
     "containers orchestrator readinessProbe httpGet": {"path": "/-/healthz", "port": 8000},
     "containers head readinessProbe httpGet port": 8265,
     "pods head topologySpreadConstraints": None,
-    **gpus("draft", NVIDIA, 1),
-    **gpus("orchestrator", None, 0),
+    **gpus(draft=(NVIDIA, 1), orchestrator=(None, 0)),
     "args draft settings device": "cuda",
     DRAFT_TARGET: None,
     "args target scaling": None,
-    "args orchestrator settings allowed_hosts": HTTP_NAMES,  # without keys, of its Service and Ingress
+    HOSTS: HTTP_NAMES,  # without keys, of its Service and Ingress
     ENDPOINT: None,
 }
 OF_EVERYTHING = {
     "containers draft readinessProbe tcpSocket": {"port": WORKER_PORT},  # needs no certificate
     "containers draft readinessProbe grpc": None,
+    "httproute spec rules 0 timeouts": {"request": "3600s"},
     "env target HF_TOKEN": secret("hugging-face", "token"),
     "pods target initContainers 0 name": "prepare",
     "args orchestrator settings max_gamma": 6,
@@ -149,19 +153,32 @@ OF_SEVERAL = {
     "args target settings target": None,
     ENDPOINT: "http://o:4317",
 }
+
+
+def stored(given, shown):
+    own = {"storageClassName": given}
+    rows = {f"{place} storageClassName": shown for place in STORAGE}
+    return {"redis": own, "modelCache": {"enabled": True, **own}}, rows
+
+
 TABLE = [
     ({}, DEFAULTS),
     (EVERYTHING, OF_EVERYTHING),
     (SEVERAL, OF_SEVERAL),
-    *(
-        (
-            {
-                "redis": {"storageClassName": given},
-                "modelCache": {"enabled": True, "storageClassName": given},
-            },
-            {f"{place} storageClassName": shown for place in STORAGE},
-        )
-        for given, shown in (("", None), ("-", ""), ("123", "123"))
+    *itertools.starmap(stored, (("", None), ("-", ""), ("123", "123"))),
+    (
+        {"modelCache": {"enabled": True, "size": "7Gi", "accessMode": "ReadWriteOnce"}},
+        {
+            "pvc-models spec": {
+                "accessModes": ["ReadWriteOnce"],
+                "resources": {"requests": {"storage": "7Gi"}},
+            }
+        },
+    ),
+    # A field of version 1.2 of the gateway API.
+    (
+        {"gateway": {"enabled": True, "parentRefs": [{"name": "a"}]}},
+        {"httproute spec rules 0 timeouts": None},
     ),
     ({"nameOverride": "x"}, {"rayservice metadata name": "demo-x"}),
     ({"fullnameOverride": "y"}, {"service-grpc metadata name": "y-grpc"}),
@@ -195,19 +212,10 @@ TABLE = [
     ),
     ({"target": {"workers": "3:6"}}, pool("target", (3, 6), 3, 2)),
     ({"pods": {"disruptionBudget": {"maxUnavailable": 2}}}, {"pdb-orchestrator spec minAvailable": 0}),
-    (
-        {"target": {"workers": 2, "disruptionBudget": {"maxUnavailable": 0}}},
-        {"pdb-target spec minAvailable": 2},
-    ),
-    (
-        {"draft": {"gpuResource": MIG}, "target": {"gpus": 2}},
-        {**gpus("draft", MIG, 1), **gpus("target", NVIDIA, 2)},
-    ),
-    (
-        {"draft": {"gpuResource": MIG}, "target": {"gpus": 2}, "gpuResource": AMD},
-        {**gpus("draft", MIG, 1), **gpus("target", AMD, 2)},
-    ),
-    ({"draft": {"gpuResource": MIG, "gpus": 0}}, {**gpus("draft", None, 0), **gpus("target", NVIDIA, 1)}),
+    ({"target": {"disruptionBudget": {"maxUnavailable": 0}}}, {"pdb-target spec minAvailable": 1}),
+    (OF_MIG, gpus(draft=(MIG, 1), target=(NVIDIA, 2))),
+    ({**OF_MIG, "gpuResource": AMD}, gpus(draft=(MIG, 1), target=(AMD, 2))),
+    ({"draft": {"gpuResource": MIG, "gpus": 0}}, gpus(draft=(None, 0), target=(NVIDIA, 1))),
     # Settings of the processes.
     (VARIANTS["cpu-trial"], {"args draft settings device": "cpu", "args target settings tensor_parallel": 1}),
     ({"draft": {"workers": "1:3"}}, {"args target scaling": {}}),  # reports its load if others scale
@@ -216,12 +224,9 @@ TABLE = [
         for given in ("", "/tokenizers/large")
     ),
     # Without API keys, the HTTP API answers to the names of its Service and Ingress.
-    (INGRESS, {"args orchestrator settings allowed_hosts": f"{HTTP_NAMES},a.example"}),
-    (
-        {"orchestrator": {"settings": {"allowed_hosts": "c.example"}}},
-        {"args orchestrator settings allowed_hosts": "c.example"},
-    ),
-    ({**INGRESS, "apiKeysSecret": {"name": "keys"}}, {"args orchestrator settings allowed_hosts": None}),
+    (INGRESS, {HOSTS: f"{HTTP_NAMES},a.example"}),
+    ({"orchestrator": {"settings": {"allowed_hosts": "c.example"}}}, {HOSTS: "c.example"}),
+    ({**INGRESS, "apiKeysSecret": {"name": "keys"}}, {HOSTS: None}),
     # Telemetry.
     ({"telemetry": {"jaeger": ON}}, {ENDPOINT: f"http://{NAME}-jaeger:4317"}),
     ({"telemetry": {"collector": ON}}, {EXPORTERS: ["debug"], "collector exporters debug": {}}),
@@ -238,13 +243,8 @@ TABLE = [
 
 def test_values_give_what_the_table_says():
     releases = [(values, release(values), rows) for values, rows in TABLE]
-    wrong = [
-        (values, path, at(found, path), expected)
-        for values, found, rows in releases
-        for path, expected in rows.items()
-        if at(found, path) != expected
-    ]
-    assert wrong == []
+    for values, found, rows in releases:
+        assert {path: at(found, path) for path in rows} == rows, values
     for values, found, rows in releases:  # what is absent is absent from something that is there
         for path in (path for path, expected in rows.items() if expected is None):
             elsewhere = (at(other, path) for _, other, _ in releases)
@@ -287,6 +287,7 @@ CONTRADICTING = [
     ({"workerTls": {"enabled": True}}, "workerTls[.]issuerRef[.]name"),
     ({"redis": URL, **EGRESS}, "networkPolicy[.]egress[.]rules"),
     ({"models": {"target": "team/large"}, **EGRESS}, "networkPolicy[.]egress[.]rules"),
+    ({"ray": {"faultTolerance": {"enabled": True, "username": "ray"}}}, "username: needs ray[.]fault"),
     ({"redis": URL, "ray": {"faultTolerance": {"enabled": True}}}, "ray[.]faultTolerance[.]redisAddress"),
 ]
 """By templates, with the reason."""

@@ -12,27 +12,27 @@ from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 from sysconfig import get_path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
-from orchestrator.launcher.preflight import free_ports
 from services.engine.native.build import VARIANTS
+from tests.support.cluster.cluster_helpers import START_TIMEOUT_S, STOP_TIMEOUT_S, running_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("gammaray", "orchestrator", "services", "pyproject.toml", "LICENSE", "docs/pypi.md")
 MAX_CLIENT_BYTES = 1_000_000
-STOP_TIMEOUT_S = 120
-START_TIMEOUT_S = 330
 SERVER_PACKAGES = ("torch", "ray", "redis", "transformers", "numpy", "fastapi", "gammaray_demo_pair")
 
 
-@dataclass
-class Wheels:
-    client: Path
-    demo: Path
+def run(command: list[str], timeout_s: float = 120, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command without the variable that leads to the checkout."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, **more)
 
 
 @dataclass
@@ -46,20 +46,9 @@ class Environment:
     def command(self, name: str) -> str:
         return str(self.folder / "bin" / name)
 
-    def variables(self) -> dict[str, str]:
-        """Return this process's variables without what leads to the checkout."""
-        return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-    def run(self, name: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-        ended = subprocess.run(
-            [self.command(name), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=self.folder,
-            env=self.variables(),
-        )
-        assert ended.returncode == 0, ended.stderr
+    def run(self, name: str, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        ended = run([self.command(name), *arguments], cwd=self.folder)
+        assert ended.returncode == status, ended.stderr
         return ended
 
     def install(self, *wheels: Path) -> None:
@@ -68,15 +57,14 @@ class Environment:
 
 def pip(python: str, *arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run(command)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def built(project: Path, out: Path) -> Path:
     """Build a project as `make dist` does and return its wheel, which is built from its source archive."""
     command = [sys.executable, "-m", "build", "--no-isolation", f"--outdir={out}", str(project)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
+    ended = run(command, 250)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (archive,) = out.glob("*.tar.gz")
     archive.unlink()
@@ -94,9 +82,9 @@ def wheels(tmp_path_factory):
             shutil.copytree(ROOT / name, source / name, ignore=left_out)
         else:
             shutil.copy(ROOT / name, source / name)
-    return Wheels(
-        built(source, tmp_path_factory.mktemp("client")),
-        built(source / "services" / "demo_pair", tmp_path_factory.mktemp("demo")),
+    return SimpleNamespace(
+        client=built(source, tmp_path_factory.mktemp("client")),
+        demo=built(source / "services" / "demo_pair", tmp_path_factory.mktemp("demo")),
     )
 
 
@@ -139,15 +127,15 @@ def expose(name: str, site: Path) -> None:
                 target.symlink_to(Path(str(file.locate())))
 
 
-def metadata(wheel: Path) -> str:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return archive.read(name).decode()
-
-
 def names(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         return archive.namelist()
+
+
+def texts(wheel: Path, place: str) -> list[str]:
+    """Return the texts of a wheel whose paths contain a place."""
+    with zipfile.ZipFile(wheel) as archive:
+        return [archive.read(name).decode() for name in archive.namelist() if place in name]
 
 
 def test_client_wheel_is_pure_and_small(wheels):
@@ -161,19 +149,17 @@ def test_client_wheel_is_pure_and_small(wheels):
 def test_demo_wheel_holds_the_weights_and_both_licences(wheels):
     held = names(wheels.demo)
     assert {f"gammaray_demo_pair/{role}/model.safetensors" for role in ("target", "draft")} <= set(held)
-    with zipfile.ZipFile(wheels.demo) as archive:
-        licences = [archive.read(name).decode() for name in held if ".dist-info/licenses/" in name]
+    licences = texts(wheels.demo, ".dist-info/licenses/")
     assert len(licences) == 2
     assert any("Apache License" in text for text in licences)
     assert any("PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in text for text in licences)
-    assert "License-Expression: Apache-2.0 AND PSF-2.0" in metadata(wheels.demo)
 
 
 def test_package_description_has_no_relative_links(wheels):
     """Package indexes show the description without the repository: links into it would lead nowhere."""
-    assert "License-Expression: Apache-2.0\n" in metadata(wheels.client)
-    for wheel in (wheels.client, wheels.demo):
-        text = metadata(wheel)
+    for wheel, licence in ((wheels.client, "Apache-2.0"), (wheels.demo, "Apache-2.0 AND PSF-2.0")):
+        (text,) = texts(wheel, ".dist-info/METADATA")
+        assert f"License-Expression: {licence}\n" in text
         assert "Description-Content-Type: text/markdown" in text
         assert text.count("Classifier: ") >= 4
         assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
@@ -194,57 +180,26 @@ print(json.dumps([gammaray.__file__, absent]))
 
 
 def test_client_without_server_packages_names_the_extra_for_a_cluster(client_environment):
-    ended = subprocess.run(
-        [client_environment.command("gammaray"), "up"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=client_environment.folder,
-        env=client_environment.variables(),
-    )
-    assert ended.returncode == 1
+    ended = client_environment.run("gammaray", "up", status=1)
     assert "pip install 'gammaray[all]'" in ended.stderr
 
 
-@pytest.fixture(scope="module")
-def server_environment(wheels, tmp_path_factory):
-    """Both wheels; torch and the like are those of the environment of this test."""
-    environment = fresh(tmp_path_factory.mktemp("server-environment"))
-    environment.install(wheels.client, wheels.demo)
-    (environment.site / "shared.pth").write_text(f"{get_path('purelib')}\n")
-    return environment
-
-
-@pytest.fixture(scope="module")
-def address(server_environment):
-    """The gRPC address of a cluster that `gammaray up` started from the wheels."""
-    http_port, grpc_port = free_ports("127.0.0.1", 2)
-    options = ["--wait-ready", "--die-with-parent", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
-    with subprocess.Popen(
-        [server_environment.command("gammaray"), "up", *options],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=server_environment.folder,
-        env={"GAMMARAY_CACHE_BUDGET_MB": "256", **server_environment.variables()},
-    ) as cluster:
-        try:
-            assert cluster.stdout is not None
-            assert cluster.stdout.readline().startswith("ready ")
-            yield f"127.0.0.1:{grpc_port}"
-        finally:
-            cluster.terminate()
-            cluster.wait(STOP_TIMEOUT_S)
-
-
 @pytest.mark.timeout(START_TIMEOUT_S + STOP_TIMEOUT_S)
-def test_wheels_serve_a_completion(server_environment, address):
+def test_wheels_serve_a_completion(wheels, tmp_path, monkeypatch):
+    environment = fresh(tmp_path)
+    environment.install(wheels.client, wheels.demo)
+    # Torch and the like are those of the environment of this test.
+    (environment.site / "shared.pth").write_text(f"{get_path('purelib')}\n")
     program = "import gammaray_demo_pair, services; print(services.__file__, gammaray_demo_pair.__file__)"
-    for place in server_environment.run("python", "-c", program).stdout.split():
-        assert Path(place).is_relative_to(server_environment.folder)
-    options = ["--max-tokens", "16", "--temperature", "0", "--ignore-eos", "--json", "-a", address]
-    answer = json.loads(server_environment.run("gammaray", "generate", "def read(path):", *options).stdout)
-    assert answer["usage"]["completion_tokens"] == 16
-    status = json.loads(server_environment.run("gammaray", "status", "--json", "-a", address).stdout)
+    for place in environment.run("python", "-c", program).stdout.split():
+        assert Path(place).is_relative_to(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with running_cluster(command=(environment.command("gammaray"), "up")) as cluster:
+        options = ["--max-tokens", "16", "--temperature", "0", "--ignore-eos", "--json", "-a", cluster.grpc]
+        answer = json.loads(environment.run("gammaray", "generate", "def read(path):", *options).stdout)
+        assert answer["usage"]["completion_tokens"] == 16
+        status = json.loads(environment.run("gammaray", "status", "--json", "-a", cluster.grpc).stdout)
     kernels = {process["role"]: process["kernel"] for process in status["processes"]}
     assert kernels["target"] == kernels["draft"]
     assert kernels["target"] in VARIANTS

@@ -35,20 +35,11 @@ def session(cluster):
 
 @pytest.mark.parametrize(("page", "command"), CASES, ids=[f"{p}: {c[:60]}" for p, c in CASES])
 def test_command_runs_against_a_cluster(page, command, cluster, session):
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "GAMMARAY_ADDRESS": cluster.grpc,
-        "GAMMARAY_URL": cluster.http,
-    }
-    ended = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", here(command, cluster)],
-        env=environment,
-        input="def add(a, b):\n",  # for the chat, which ends with its input
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {**os.environ, "GAMMARAY_ADDRESS": cluster.grpc, "GAMMARAY_URL": cluster.http}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shell = ["bash", "-euo", "pipefail", "-c", here(command, cluster)]
+    said = "def add(a, b):\n"  # for the chat, which ends with its input
+    ended = subprocess.run(shell, env=environment, input=said, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
     if command.startswith("curl"):
         assert json.loads(ended.stdout)["choices"]

@@ -19,15 +19,10 @@ PROMPT = "def read_lines(path):"
 def run(name, address):
     program = sys.executable if name.endswith(".py") else "sh"
     # A tracing account of the developer must not receive what the test sends.
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(("LANGCHAIN_", "LANGSMITH_"))
-    }
+    own = ("LANGCHAIN_", "LANGSMITH_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     done = subprocess.run(
-        [program, str(EXAMPLES / name), address],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
+        [program, str(EXAMPLES / name), address], env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -24,16 +24,19 @@ from tests.support.cluster.cluster_helpers import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-FAIL_FAST_S = 60.0
+REFUSE_S = 180.0
 
 
-def refuse(*options, timeout_s=FAIL_FAST_S, status=2):
+def begun(*options, mark=""):
+    http_port, grpc_port = map(str, free_ports("127.0.0.1", 2))
+    given = ("--wait-ready", "--http-port", http_port, "--grpc-port", grpc_port, *options)
+    return launch(*given, mark=mark, stderr=subprocess.PIPE)
+
+
+def refuse(*options, status=2):
     """Run a launcher that must refuse to start; return what it says."""
-    ports = [str(port) for port in free_ports("127.0.0.1", 2)]
-    mark = uuid.uuid4().hex
-    given = ("--wait-ready", "--http-port", ports[0], "--grpc-port", ports[1], *options)
-    with launch(*given, mark=mark, stderr=subprocess.PIPE) as launcher:
-        output, complaint = launcher.communicate(timeout=timeout_s)
+    with begun(*options, mark=(mark := uuid.uuid4().hex)) as launcher:
+        output, complaint = launcher.communicate(timeout=REFUSE_S)
     assert launcher.returncode == status
     assert output == ""
     assert len(complaint.splitlines()) == 1, complaint
@@ -59,21 +62,19 @@ def test_architecture_that_is_not_supported_is_refused_with_the_reason(tmp_path)
     shutil.copytree(TARGET_DIR, folder)
     config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 2048}
     (folder / "config.json").write_text(json.dumps(config))
-    complaint = refuse("--target", str(folder), "--draft", "demo", timeout_s=180, status=1)
+    complaint = refuse("--target", str(folder), "--draft", "demo", status=1)
     assert "cannot be served" in complaint
 
 
 @pytest.mark.nightly
 def test_setting_that_a_worker_refuses_ends_the_start_with_its_words():
-    complaint = refuse("--engine", "native", "--dtype", "bfloat16", timeout_s=180)
+    complaint = refuse("--engine", "native", "--dtype", "bfloat16")
     assert complaint.startswith("gammaray: engine: got native, allowed: auto or transformers for ")
     assert complaint.endswith(": bfloat16 is not covered\n")
 
 
 def test_sigterm_during_startup_leaves_no_process_and_prints_nothing():
-    ports = [str(port) for port in free_ports("127.0.0.1", 2)]
-    options = ("--wait-ready", "--http-port", ports[0], "--grpc-port", ports[1])
-    with launch(*options, stderr=subprocess.PIPE) as starter:
+    with begun() as starter:
         process, deadline = psutil.Process(starter.pid), time.monotonic() + START_TIMEOUT_S
         while (found := raylet_and_guardian(process)) is None:
             assert time.monotonic() < deadline

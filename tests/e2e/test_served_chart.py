@@ -1,10 +1,10 @@
 """The Serve configuration that the chart renders for a trial on CPUs, deployed on a real Ray."""
 
+import asyncio
 import subprocess
 import sys
 import urllib.request
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gammaray import Client, DeadlineExceededError
 from gammaray.deploy.serve_config import SCALE_DOWN_DELAY_S
-from tests.support.cluster.cluster_helpers import STOP_TIMEOUT_S, eventually, is_without_model, undisturbed
+from tests.chaos.chaos_drafters import Way
+from tests.chaos.clients import Clients
+from tests.chaos.load import Ask, reference, streams
+from tests.support.cluster.cluster_helpers import (
+    START_TIMEOUT_S,
+    eventually,
+    is_without_model,
+    program,
+    undisturbed,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(600)]
 
@@ -46,37 +55,19 @@ def addresses(tmp_path_factory):
     path = tmp_path_factory.mktemp("chart") / "serve.yaml"
     path.write_text(manifest("rayservice.yaml")["spec"]["serveConfigV2"])
     log = path.with_suffix(".log")
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.cluster.served_chart", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            cwd=ROOT,
-        )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        words = process.stdout.readline().split()
+    with log.open("w") as errors, program("served_chart", str(path), stderr=errors) as served:
+        words = served.answer(START_TIMEOUT_S).split()
         assert words[:1] == ["ready"], log.read_text()[-3000:]
         with Client(words[2]) as client:  # orchestrators find the workers some time after both run
             client.wait_ready(60, roles=("target", "draft"))
         yield words[1], words[2]
-        process.stdin.close()
-        assert process.wait(STOP_TIMEOUT_S) == 0, log.read_text()[-3000:]
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
 
 
 def test_configuration_of_the_chart_serves_the_targets_own_text(addresses):
     with Client(addresses[1], timeout_s=120) as client:
-        plain = client.complete(PROMPT, max_tokens=24, temperature=0, gamma=0)
-        drafted = undisturbed(
-            lambda: client.complete(PROMPT, max_tokens=24, temperature=0, gamma=4), is_without_model
-        )
+        options = {"max_tokens": 24, "temperature": 0}
+        plain = client.complete(PROMPT, **options, gamma=0)
+        drafted = undisturbed(lambda: client.complete(PROMPT, **options, gamma=4), is_without_model)
     assert plain.text == drafted.text
     assert drafted.summary.accepted_tokens > 0
     assert plain.summary.drafted_tokens == 0
@@ -97,16 +88,14 @@ def test_every_role_runs_once_and_answers_its_readiness_probe(addresses):
 
 def test_helm_test_passes(addresses):
     (container,) = manifest("pod-test.yaml")["spec"]["containers"]
-    command = [
-        f"http://{addresses[0]}" if part.startswith("http://") else part for part in container["command"]
-    ]
+    command = [f"http://{addresses[0]}" if one.startswith("http://") else one for one in container["command"]]
     ended = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     assert "/v1/completions: '" in ended.stdout
 
 
 @pytest.mark.nightly
-def test_orchestrators_follow_their_requests(addresses):
+async def test_orchestrators_follow_their_requests(addresses):
     """Two for a while, one again; every stream has the tokens of plain decoding."""
 
     def num_orchestrators() -> int:
@@ -119,26 +108,13 @@ def test_orchestrators_follow_their_requests(addresses):
                 processes = client.status(timeout_s=30)
             return sum(process.role == "orchestrator" for process in processes)
 
-    def complete(seed: int) -> str:
-        with Client(addresses[1], timeout_s=200) as client:
-            return client.complete(PROMPT, max_tokens=200, seed=seed, ignore_eos=True).text
+    async def become(count: int, timeout_s: float) -> bool:
+        return await asyncio.to_thread(eventually, lambda: num_orchestrators() == count, timeout_s)
 
     assert num_orchestrators() == 1
-    is_over = False
-    seeds = range(6)
-
-    def load(seed: int) -> set[str]:
-        texts = {complete(seed)}
-        while not is_over:
-            texts.add(complete(seed))
-        return texts
-
-    with ThreadPoolExecutor() as pool:
-        running = [pool.submit(load, seed) for seed in seeds]
-        try:
-            assert eventually(lambda: num_orchestrators() == 2, 120)
-        finally:
-            is_over = True
-        texts = [future.result() for future in running]
-    assert eventually(lambda: num_orchestrators() == 1, 120 + SCALE_DOWN_DELAY_S)
-    assert [len(found) for found in texts] == [1] * len(seeds)
+    wanted = [Ask(PROMPT, 1.0, seed, max_tokens=200) for seed in range(6)]
+    expected, way = await reference(addresses[1], wanted), Way("adaptive", (), {})
+    clients = Clients(addresses[1], "", streams(wanted, [way]), expected, 200, num_http=0, may_fail=False)
+    async with clients.streaming():
+        assert await become(2, 120)
+    assert await become(1, 120 + SCALE_DOWN_DELAY_S)

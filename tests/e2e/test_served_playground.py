@@ -148,9 +148,7 @@ def test_page_compares_with_gamma_0_by_one_click(page):
     sent = json.loads(answer.value.request.post_data)
     assert sent["gammaray"]["gamma"] == 0
     assert str(sent["seed"]) == page.locator("#used_seed").inner_text()
-    expect(page.locator("#beside")).to_have_text(
-        re.compile(r"^[0-9.]+ / [0-9.]+ tok/s, [0-9.]+×, same text$")
-    )
+    expect(page.locator("#beside")).to_have_text(re.compile("^[0-9.]+ / [0-9.]+ tok/s, [0-9.]+×, same text$"))
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "b"]}}, "required": ["name"]}

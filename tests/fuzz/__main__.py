@@ -12,8 +12,7 @@ import argparse
 import subprocess
 import sys
 
-from tests.fuzz.fuzz_run import run, run_limits
-from tests.fuzz.limits import FIELDS
+from tests.fuzz.fuzz_run import run
 from tests.support.cluster.cluster_helpers import running_cluster
 
 
@@ -21,17 +20,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="How long. Default: 600.")
     parser.add_argument("--seed", type=int, default=0, help="Of every choice. Default: 0.")
-    parser.add_argument(
-        "--field", action="append", metavar="NAME", choices=[growing.name for growing in FIELDS],
-        help="Only grow this field to its limit; may be repeated.",
-    )  # fmt: skip
     given = parser.parse_args()
     with running_cluster(stderr=subprocess.DEVNULL) as cluster:
-        if given.field:
-            fields = [growing for growing in FIELDS if growing.name in given.field]
-            report = run_limits(cluster, given.seconds, given.seed, fields)
-        else:
-            report = run(cluster, given.seconds, given.seed, lambda line: print(line, flush=True))
+        report = run(cluster, given.seconds, given.seed)
     print(report)
     return 0 if report.is_clean else 1
 

@@ -4,7 +4,7 @@ import itertools
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 
 MAX_KEPT = 200
 
@@ -56,10 +56,17 @@ class Campaign:
             self.blame(f"{name} broke: {type(error).__name__}: {error}")
 
     def table(self) -> str:
-        surfaces = sorted({surface for surface, _ in self.counts})
-        lines = []
-        for surface in surfaces:
+        rows = []
+        for surface in sorted({surface for surface, _ in self.counts}):
             found = sorted((n, result) for (its, result), n in self.counts.items() if its == surface)
             results = ", ".join(f"{result} {n}" for n, result in reversed(found))
-            lines.append(f"{surface:14} {sum(n for n, _ in found):6}  {results}")
-        return "\n".join(lines)
+            rows.append((surface, str(sum(n for n, _ in found)), results))
+        return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as lines, whose cells stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    )

@@ -1,28 +1,22 @@
 """The fuzzers together, against one cluster."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import httpx
 
 from gammaray import Client
 from orchestrator.launcher.redis_server import RedisServer
-from tests.fuzz.campaign import Campaign
-from tests.fuzz.census import Holding, growth, settled
+from tests.fuzz.campaign import Campaign, columns
+from tests.fuzz.census import Holding, Process, growth, settled
 from tests.fuzz.grpc_fuzz import fuzz_public, fuzz_worker
 from tests.fuzz.hostile import fuzz_with_hostile_drafter, fuzz_with_hostile_target
 from tests.fuzz.http_fuzz import fuzz_http
-from tests.fuzz.limits import FIELDS, Growing, grow_fields
+from tests.fuzz.limits import FIELDS, grow_fields
 from tests.fuzz.openapi_fuzz import fuzz_openapi
-
-if TYPE_CHECKING:
-    from tests.support.cluster.cluster_helpers import Cluster
+from tests.support.cluster.cluster_helpers import Cluster
 
 NUM_HTTP, NUM_GRPC = 3, 3
 END_TIMEOUT_S = 75.0
@@ -40,31 +34,33 @@ class Report:
     """Outcome of a run."""
 
     campaign: Campaign
-    before: dict[tuple[str, int], Holding]
-    after: dict[tuple[str, int], Holding]
-    grown: list[str] = field(default_factory=list)
-    fields: list[str] = field(default_factory=list)
+    before: dict[Process, Holding]
+    after: dict[Process, Holding]
+    grown: list[str]
+    fields: list[str]
 
     @property
     def is_clean(self) -> bool:
         return not self.campaign.num_wrong and not self.grown
 
     def __str__(self) -> str:
-        held = [
-            f"{role:13} {pid:8}  {self.before[role, pid]}  ->  {self.after.get((role, pid), 'gone')}"
-            for role, pid in self.before
-        ]
-        complaints = [*self.grown, *self.campaign.wrong]
-        outcome = (
-            [f"WRONG ({self.campaign.num_wrong + len(self.grown)}):", *complaints]
-            if complaints
-            else ["clean"]
+        held = columns(
+            [
+                (*map(str, one), _shown(old), "->", _shown(self.after.get(one, {})))
+                for one, old in self.before.items()
+            ]
         )
+        wrong = [f"WRONG ({self.campaign.num_wrong + len(self.grown)}):", *self.grown, *self.campaign.wrong]
+        outcome = ["clean"] if self.is_clean else wrong
         grown = f"{len(self.fields)} of {len(FIELDS)} fields grown to their limits beside a canary stream"
-        return "\n".join([self.campaign.table(), "", *held, "", grown, *outcome])
+        return "\n".join([self.campaign.table(), "", held, "", grown, *outcome])
 
 
-def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None]) -> Report:
+def _shown(held: Holding) -> str:
+    return ", ".join(f"{value:.0f} {name}" for name, value in held.items()) or "gone"
+
+
+def run(cluster: Cluster, seconds: float, seed: int) -> Report:
     """Fuzz a cluster: a short warm-up, then for `seconds`, then compare its resources.
 
     In the last part of the time fields are grown, one request at a time.
@@ -73,13 +69,13 @@ def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None])
     with TemporaryDirectory() as directory, RedisServer.start(Path(directory)) as redis:
         warm_up = Campaign(warm_up_s, seed + 1)
         asyncio.run(_fuzz(cluster, redis, warm_up, seed + 1))
-        before = settled(lambda: _status(cluster))
-        say(f"warmed up in {warm_up_s:g} s, {sum(warm_up.counts.values())} calls")
+        before = settled(cluster.status)
+        print(f"warmed up in {warm_up_s:g} s, {sum(warm_up.counts.values())} calls", flush=True)
         campaign = Campaign((1 - LIMITS_SHARE) * seconds, seed)
         asyncio.run(_fuzz(cluster, redis, campaign, seed))
     limits = Campaign(LIMITS_SHARE * seconds, seed)
     fields = asyncio.run(grow_fields(cluster, limits))
-    after = settled(lambda: _status(cluster), before)
+    after = settled(cluster.status, before)
     for other in (warm_up, limits):
         campaign.num_wrong += other.num_wrong
         campaign.wrong.extend(other.wrong)
@@ -88,15 +84,8 @@ def run(cluster: Cluster, seconds: float, seed: int, say: Callable[[str], None])
     return Report(campaign, before, after, growth(before, after), fields)
 
 
-def run_limits(cluster: Cluster, seconds: float, seed: int, fields: Sequence[Growing]) -> Report:
-    before, campaign = settled(lambda: _status(cluster)), Campaign(seconds, seed)
-    grown = asyncio.run(grow_fields(cluster, campaign, fields))
-    _check_alive(cluster, campaign)
-    return Report(campaign, before, settled(lambda: _status(cluster), before), [], grown)
-
-
 async def _fuzz(cluster: Cluster, redis: RedisServer, campaign: Campaign, seed: int) -> None:
-    addresses = {p.role: p.address for p in _status(cluster) if p.role in ("target", "draft")}
+    addresses = {p.role: p.address for p in cluster.status() if p.role in ("target", "draft")}
     work = {f"http {i}": fuzz_http(cluster.http, campaign, f"http {i}") for i in range(NUM_HTTP)}
     work |= {f"grpc {i}": fuzz_public(cluster.grpc, campaign, f"grpc {i}") for i in range(NUM_GRPC)}
     work |= {f"{role} stream": fuzz_worker(addresses[role], role, campaign, role) for role in addresses}
@@ -120,11 +109,6 @@ def _innermost(task: asyncio.Task[None]) -> str:
             found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "ag_await", None)
     return " > ".join(found)
-
-
-def _status(cluster: Cluster) -> list:
-    with Client(cluster.grpc) as client:
-        return client.status()
 
 
 def _check_alive(cluster: Cluster, campaign: Campaign) -> None:

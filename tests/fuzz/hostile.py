@@ -23,6 +23,7 @@ PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Stack:\n    def ", "fo
 METHODS = [VerificationMethod.COUPLED, VerificationMethod.NAIVE]
 REJECTING = [VerificationMethod.REJECTION, VerificationMethod.BLOCK]
 NUMBERS = [0, 1, 2, VOCAB - 1, VOCAB, 2**31, 2**32 - 1]
+PARENTS = [-1, 0, 1, 2, 7, -5, 2**31 - 1, -(2**31)]
 Answer = Callable[[ScriptedWorker, Any, random.Random], Any]
 
 
@@ -33,9 +34,7 @@ def _garbage_ids(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
 
 def _wrong_parents(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
     ids = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 8]))]
-    parents = [
-        rng.choice([-1, 0, 1, 2, 7, -5, 2**31 - 1, -(2**31)]) for _ in range(rng.choice([len(ids), 1, 20]))
-    ]
+    parents = [rng.choice(PARENTS) for _ in range(rng.choice([len(ids), 1, 20]))]
     return worker.result(block, proposal=pb.Proposal(token_ids=ids, parents=parents))
 
 
@@ -47,23 +46,6 @@ def _wrong_distributions(worker: ScriptedWorker, block: Any, rng: random.Random)
         bits = rng.choice([0, 1, 12, 24, 25, 2**32 - 1])
         proposal.draft_distributions.add(token_ids=ids, weights=weights, weight_bits=bits)
     return worker.result(block, proposal=proposal)
-
-
-def _far_too_many(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
-    return worker.result(block, proposal=pb.Proposal(token_ids=[1] * 1_000_000))
-
-
-def _any_need(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
-    return worker.result(block, need=pb.NeedTokens(position=rng.choice([0, 1, 5, 10**6, 2**32 - 1])))
-
-
-def _any_error(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
-    code = rng.choice([0, 1, 3, 4, 8, 9, 13, 14, 16, 17, 2**32 - 1])
-    return worker.result(block, error=pb.BlockError(code=code, message=rng.choice(["", "x" * 100_000])))
-
-
-def _nothing(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
-    return worker.result(block)
 
 
 def _another_id(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
@@ -97,18 +79,28 @@ def _bad_verdict(worker: ScriptedWorker, block: Any, rng: random.Random) -> Any:
     return result
 
 
-DRAFTERS: list[Answer] = [
-    _garbage_ids,
-    _wrong_parents,
-    _wrong_distributions,
-    _far_too_many,
-    _any_need,
-    _any_error,
-    _nothing,
-    _another_id,
-    _twice,
-]
-TARGETS: list[Answer] = [_bad_verdict, _bad_verdict, _any_need, _any_error, _nothing, _another_id, _twice]
+POSITIONS, CODES = [0, 1, 5, 10**6, 2**32 - 1], [0, 1, 3, 4, 8, 9, 13, 14, 16, 17, 2**32 - 1]
+EITHER: dict[str, Answer] = {
+    "any need": lambda worker, block, rng: worker.result(
+        block, need=pb.NeedTokens(position=rng.choice(POSITIONS))
+    ),
+    "any error": lambda worker, block, rng: worker.result(
+        block, error=pb.BlockError(code=rng.choice(CODES), message=rng.choice(["", "x" * 100_000]))
+    ),
+    "nothing": lambda worker, block, rng: worker.result(block),
+    "another id": _another_id,
+    "twice": _twice,
+}
+DRAFTERS: dict[str, Answer] = {
+    "garbage ids": _garbage_ids,
+    "wrong parents": _wrong_parents,
+    "wrong distributions": _wrong_distributions,
+    "far too many": lambda worker, block, rng: worker.result(
+        block, proposal=pb.Proposal(token_ids=[1] * 1_000_000)
+    ),
+    **EITHER,
+}
+TARGETS: dict[str, Answer] = {"bad verdict": _bad_verdict, **EITHER}
 
 
 async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign) -> None:
@@ -121,8 +113,8 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
         async with running(redis, target, drafter.address, **settings) as orchestrator:
             plain: dict[str, list[int]] = {}
             for _ in campaign.rounds():
-                answer = rng.choice(DRAFTERS)
-                drafter.on_block = lambda block, answer=answer: answer(drafter, block, rng)
+                name = rng.choice(list(DRAFTERS))
+                drafter.on_block = lambda block, name=name: DRAFTERS[name](drafter, block, rng)
                 base = _request(rng, GammaPolicy(0))
                 if repr(base) not in plain:
                     plain[repr(base)] = await _tokens(orchestrator, base)
@@ -133,8 +125,8 @@ async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign)
                 got = await _tokens(orchestrator, request)
                 # These depend on the drafter's distribution, which is wrong here: only counts match.
                 is_fine = len(got) == NUM_TOKENS if rejecting else got == plain[repr(base)]
-                wrong = None if is_fine else f"{answer.__name__} changed the tokens of {request}: {got}"
-                campaign.count("hostile drafter", answer.__name__.lstrip("_"), wrong=wrong)
+                wrong = None if is_fine else f"{name} changed the tokens of {request}: {got}"
+                campaign.count("hostile drafter", name, wrong=wrong)
     finally:
         await drafter.stop()
 
@@ -148,16 +140,16 @@ async def fuzz_with_hostile_target(redis: Any, campaign: Campaign) -> None:
         settings = {"verify_timeout_s": 1.0, "worker_wait_s": 1.0, "redis_prefix": "hostile-target"}
         async with running(redis, target.address, "", **settings) as orchestrator:
             for _ in campaign.rounds():
-                answer = rng.choice(TARGETS)
-                target.on_block = lambda block, answer=answer: answer(target, block, rng)
+                name = rng.choice(["bad verdict", *TARGETS])
+                target.on_block = lambda block, name=name: TARGETS[name](target, block, rng)
                 try:
                     await _tokens(orchestrator, _request(rng, GammaPolicy(0), rng.choice([None, 0, 3])))
                 except asyncio.TimeoutError:
-                    campaign.count("hostile target", "hang", wrong=f"{answer.__name__}: no end")
+                    campaign.count("hostile target", "hang", wrong=f"{name}: no end")
                 except GammarayError as error:
                     # One that is ours by accident would be a bug in our own code.
                     is_bug = type(error) is InternalError and "Error)" in str(error)
-                    wrong = f"{answer.__name__}: {error}" if is_bug else None
+                    wrong = f"{name}: {error}" if is_bug else None
                     campaign.count("hostile target", type(error).__name__, wrong=wrong)
                 else:
                     campaign.count("hostile target", "completed")
@@ -167,15 +159,9 @@ async def fuzz_with_hostile_target(redis: Any, campaign: Campaign) -> None:
 
 def _request(rng: random.Random, gamma: GammaPolicy, num_top: int | None = None) -> GenerationRequest:
     sampling = SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(4))
-    return GenerationRequest(
-        rng.choice(PROMPTS),
-        sampling=sampling,
-        max_tokens=NUM_TOKENS,
-        ignore_eos=True,
-        gamma=gamma,
-        verification=rng.choice(METHODS),
-        num_top_logprobs=num_top,
-    )
+    fields = {"sampling": sampling, "max_tokens": NUM_TOKENS, "ignore_eos": True, "gamma": gamma}
+    prompt, method = rng.choice(PROMPTS), rng.choice(METHODS)
+    return GenerationRequest(prompt, verification=method, num_top_logprobs=num_top, **fields)
 
 
 async def _tokens(orchestrator: Any, request: GenerationRequest) -> list[int]:

@@ -14,36 +14,24 @@ from tests.fuzz.values import TEXTS, encode_json, mutate_bytes, mutate_json
 ANSWER_TIMEOUT_S = 60.0
 PATIENCE_MS = 15_000
 ALLOWED = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 503, 504}
+PROPERTIES = {"a": {"type": "string", "maxLength": 3}, "b": {"$ref": "#/$defs/B"}}
+SCHEMA = {
+    **{"type": "object", "properties": PROPERTIES, "required": ["a"]},
+    "$defs": {"B": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
+}
+FORM = {"name": "answer", "schema": SCHEMA, "strict": True}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
-        "model": "",
-        "prompt": ["def f(", [1, 2, 3]],
-        "max_tokens": 4,
-        "n": 2,
-        "stream": False,
-        "stream_options": {
-            "include_usage": True,
-            "continuous_usage_stats": True,
-            "include_obfuscation": True,
-        },
-        "stop": ["\n\n", "x"],
-        "seed": 1,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.01,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.1,
-        "logit_bias": {"5": 1.0, "6": -100},
-        "min_tokens": 1,
-        "ignore_eos": False,
+        **{"model": "", "prompt": ["def f(", [1, 2, 3]], "max_tokens": 4, "n": 2, "stream": False},
+        "stream_options": dict.fromkeys(
+            ("include_usage", "continuous_usage_stats", "include_obfuscation"), True
+        ),
+        **{"stop": ["\n\n", "x"], "stop_token_ids": [9], "min_tokens": 1, "ignore_eos": False},
+        **{"seed": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.01},
+        **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+        **{"logit_bias": {"5": 1.0, "6": -100}, "allowed_token_ids": []},
         "structured_outputs": {"json": {"type": "array", "items": {"enum": [1, "a"]}, "maxItems": 3}},
-        "stop_token_ids": [9],
-        "allowed_token_ids": [],
-        "logprobs": 2,
-        "echo": True,
-        "prompt_logprobs": 1,
+        **{"logprobs": 2, "echo": True, "prompt_logprobs": 1},
         "gammaray": {"verification": "coupled", "gamma": 3, "max_nodes": 8, "drafter": "model"},
     },
     "/v1/chat/completions": {
@@ -51,38 +39,14 @@ BODIES: dict[str, dict[str, Any]] = {
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": [{"type": "text", "text": "hello"}]},
         ],
-        "max_completion_tokens": 4,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "prompt_logprobs": 0,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {
-                "name": "answer",
-                "schema": {
-                    "type": "object",
-                    "properties": {"a": {"type": "string", "maxLength": 3}, "b": {"$ref": "#/$defs/B"}},
-                    "required": ["a"],
-                    "$defs": {"B": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
-                },
-                "strict": True,
-            },
-        },
+        **{"max_completion_tokens": 4, "temperature": 0},
+        **{"logprobs": True, "top_logprobs": 3, "prompt_logprobs": 0},
+        "response_format": {"type": "json_schema", "json_schema": FORM},
         "gammaray": {"gamma": "adaptive", "session_id": "", "verification": "rejection"},
     },
 }
-PATHS = [
-    "/",
-    "/health",
-    "/v1/models",
-    "/v1/models/x",
-    "/v1/sessions",
-    "/v1/sessions/x",
-    "/metrics",
-    "/v1/../",
-    "/%00",
-]
+PATHS = ["/", "/health", "/metrics", "/v1/../", "/%00"]
+PATHS += ["/v1/models", "/v1/models/x", "/v1/sessions", "/v1/sessions/x"]
 
 
 async def fuzz_http(base_url: str, campaign: Campaign, name: str) -> None:
@@ -162,13 +126,11 @@ def _headers(rng: random.Random) -> dict[str, str]:
 def _rubbish(base_url: str, rng: random.Random) -> None:
     """Open a connection that sends malformed HTTP; responses are read and ignored."""
     where = urlsplit(base_url)
-    request = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 30\r\n\r\n" + TEXTS[6].encode()[:30]
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 30\r\n\r\n"
     try:
         with socket.create_connection((where.hostname or "", where.port or 0), timeout=5) as connection:
             connection.settimeout(1)
-            connection.sendall(mutate_bytes(rng, request))
+            connection.sendall(mutate_bytes(rng, head + TEXTS[6].encode()[:30]))
             connection.recv(1000)
     except OSError:
         return

@@ -8,26 +8,23 @@ target's own; or if a process needs more memory than the request explains. Alone
 of these tries, for as long as the request took: other work of the machine is in both.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import psutil
 
 from gammaray import AsyncClient
+from gammaray.aio import end_tasks
 from gammaray.grammar.check_pool import MAX_MEMORY_BYTES
 from tests.fuzz.campaign import Campaign
-
-if TYPE_CHECKING:
-    from tests.support.cluster.cluster_helpers import Cluster
+from tests.support.cluster.cluster_helpers import Cluster
 
 MAX_GAP_S = 0.25
 NUM_TRIES = 3
@@ -84,10 +81,14 @@ class Growing:
 def _body(path: str, part: Mapping[str, Any]) -> dict[str, Any]:
     base: dict[str, dict[str, Any]] = {
         COMPLETION: {"prompt": "x = ", "max_tokens": 2},
-        CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+        CHAT: {"messages": _messages("x"), "max_tokens": 2},
         RESPONSES: {"input": "x", "max_output_tokens": 2, "store": False},
     }
     return {**base[path], **part}
+
+
+def _messages(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
 
 
 def _tools(count: int, text: str = "") -> dict[str, Any]:
@@ -120,10 +121,18 @@ def _rules(count: int) -> str:
     return f'start: r0\n{rules}r{count}: "y"'
 
 
+def _grammar(grammar: str) -> dict[str, Any]:
+    return {"structured_outputs": {"grammar": grammar}}
+
+
+def _predicted(text: str) -> dict[str, Any]:
+    return {"prediction": {"type": "content", "content": text}, "max_tokens": 32}
+
+
 def _call(arguments: str) -> dict[str, Any]:
     call = {"id": "c", "type": "function", "function": {"name": "f0", "arguments": arguments}}
     messages = [
-        {"role": "user", "content": "x"},
+        *_messages("x"),
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": arguments},
     ]
@@ -143,46 +152,23 @@ FIELDS = (
     Growing("stop", COMPLETION, lambda text: {"stop": [text] * 16, "max_tokens": 32}, 256, is_text=True),
     Growing("stop_token_ids", COMPLETION, lambda n: {"stop_token_ids": list(range(n))}, 1024),
     Growing("allowed_token_ids", COMPLETION, lambda n: {"allowed_token_ids": list(range(n))}, 1024),
-    Growing(
-        "logit_bias", COMPLETION, lambda n: {"logit_bias": {str(i): i % 100 for i in range(n)}}, 1024
-    ),
-    Growing(
-        "prediction", COMPLETION,
-        lambda text: {"prediction": {"type": "content", "content": text}, "max_tokens": 32}, 2**16,
-        is_text=True,
-    ),
+    Growing("logit_bias", COMPLETION, lambda n: {"logit_bias": {str(i): i % 100 for i in range(n)}}, 1024),
+    Growing("prediction", COMPLETION, _predicted, 2**16, is_text=True),
     Growing("n, tokens and log-probabilities", COMPLETION, _rich, 128),
-    Growing(
-        "log-probabilities of the prompt", COMPLETION,
-        lambda n: {"prompt": [88] * n, "prompt_logprobs": 20, "max_tokens": 1}, 1900,
-    ),
+    Growing("log-probabilities of the prompt", COMPLETION,
+            lambda n: {"prompt": [88] * n, "prompt_logprobs": 20, "max_tokens": 1}, 1900),
     Growing("regex", COMPLETION, lambda text: {"structured_outputs": {"regex": text}}, 2**16, is_text=True),
-    Growing(
-        "grammar", COMPLETION, lambda text: {"structured_outputs": {"grammar": "start: " + text}}, 2**17,
-        is_text=True,
-    ),
-    Growing("string of a grammar", COMPLETION,
-            lambda text: {"structured_outputs": {"grammar": "start: /" + text + "/"}}, 2**17, is_text=True),
-    Growing(
-        "rules of a grammar", COMPLETION,
-        lambda n: {"structured_outputs": {"grammar": _rules(n)}}, 4096,
-    ),
+    Growing("grammar", COMPLETION, lambda text: _grammar(f"start: {text}"), 2**17, is_text=True),
+    Growing("regex of a grammar", COMPLETION, lambda text: _grammar(f"start: /{text}/"), 2**17, is_text=True),
+    Growing("rules of a grammar", COMPLETION, lambda n: _grammar(_rules(n)), 4096),
     Growing("enum", CHAT, lambda n: _schema({"enum": list(range(n))}), 2**14),
     Growing("properties", CHAT, lambda n: _schema(_properties(n)), 4096),
     Growing("depth of a schema", CHAT, lambda n: _schema(_nested(n)), 256),
-    Growing(
-        "pattern", CHAT, lambda text: _schema({"type": "string", "pattern": text}), 2**16, is_text=True
-    ),
-    Growing(
-        "lengths of a schema", CHAT,
-        lambda n: _schema({"type": "string", "minLength": n, "maxLength": 2 * n}),
-        2**20,
-    ),
-    Growing("messages", CHAT, lambda n: {"messages": [{"role": "user", "content": "x"}] * n}, 2**14),
-    Growing(
-        "content", CHAT, lambda text: {"messages": [{"role": "user", "content": text}]}, 4 * 2**20,
-        is_text=True,
-    ),
+    Growing("pattern", CHAT, lambda text: _schema({"type": "string", "pattern": text}), 2**16, is_text=True),
+    Growing("lengths of a schema", CHAT,
+            lambda n: _schema({"type": "string", "minLength": n, "maxLength": 2 * n}), 2**20),
+    Growing("messages", CHAT, lambda n: {"messages": _messages("x") * n}, 2**14),
+    Growing("content", CHAT, lambda text: {"messages": _messages(text)}, 2**22, is_text=True),
     Growing("tools", CHAT, _tools, 128),
     Growing("description of a tool", CHAT, lambda text: _tools(1, text), 2**20, is_text=True),
     Growing("arguments of a call", CHAT, _call, 2**20, is_text=True),
@@ -246,11 +232,8 @@ class Memory:
 
     def growth(self, before: Mapping[int, float], bound_mb: float) -> list[str]:
         """Return what grew by more than a bound, of processes that were there before."""
-        return [
-            f"{_name(pid)} needed {self.peaks[pid] - rss:.0f} MiB more"
-            for pid, rss in before.items()
-            if self.peaks.get(pid, 0.0) - rss > bound_mb
-        ]
+        grown = {pid: self.peaks.get(pid, 0.0) - rss for pid, rss in before.items()}
+        return [f"{_name(pid)} needed {mb:.0f} MiB more" for pid, mb in grown.items() if mb > bound_mb]
 
 
 def _name(pid: int) -> str:
@@ -259,18 +242,7 @@ def _name(pid: int) -> str:
     return f"process {pid}"
 
 
-@asynccontextmanager
-async def _running(*work: Any) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(each) for each in work]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def grow_fields(cluster: Cluster, campaign: Campaign, fields: Sequence[Growing] = FIELDS) -> list[str]:
+async def grow_fields(cluster: Cluster, campaign: Campaign) -> list[str]:
     """Grow fields in an order that the seed draws, until all are done or the campaign is over."""
     dice, done = campaign.dice("limits"), list[str]()
     canary, memory = Canary(), Memory(cluster.launcher.pid)
@@ -278,10 +250,12 @@ async def grow_fields(cluster: Cluster, campaign: Campaign, fields: Sequence[Gro
     async with (
         AsyncClient(cluster.grpc) as client,
         httpx.AsyncClient(base_url=cluster.http, timeout=ANSWER_TIMEOUT_S, limits=limits) as http,
-        _running(canary.run(client), memory.watch()),
+        AsyncExitStack() as stack,
     ):
+        for work in (canary.run(client), memory.watch()):
+            stack.push_async_callback(end_tasks, asyncio.create_task(work))
         grower = Grower(http, canary, memory, campaign)
-        for growing in dice.sample(fields, len(fields)):
+        for growing in dice.sample(FIELDS, len(FIELDS)):
             for label, body in growing.bodies():
                 if campaign.is_over:
                     return done

@@ -7,7 +7,9 @@ document forbids is refused, and that methods which it does not name are.
 import asyncio
 import os
 import re
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,23 +42,15 @@ async def schemathesis(base_url: str, campaign: Campaign, seed: int, timeout_s: 
         *("--seed", str(seed), "--continue-on-failure", *options),
     ]
     with TemporaryDirectory() as directory:  # where it would leave what it saw
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=directory,
-            env={**os.environ, "SCHEMATHESIS_HOOKS": str(HOOKS)},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
+        env = {**os.environ, "SCHEMATHESIS_HOOKS": str(HOOKS)}
+        into = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        run = partial(subprocess.run, command, cwd=directory, env=env, timeout=timeout_s, check=False, **into)
         try:
-            output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
-        except asyncio.TimeoutError:
-            process.kill()
-            await process.wait()
-            campaign.count(
-                SURFACE, "hang", wrong=f"schemathesis does not end within {GRACE_S:g} s of its time"
-            )
+            process = await asyncio.to_thread(run)
+        except subprocess.TimeoutExpired:
+            campaign.count(SURFACE, "hang", wrong=f"schemathesis has not ended {GRACE_S:g} s after its time")
             return
-    text = output.decode(errors="replace")
+    text = process.stdout
     counted = _COUNTED.search(text)
     campaign.counts[SURFACE, "generated"] += int(counted[1]) if counted else 0
     if process.returncode or counted is None:

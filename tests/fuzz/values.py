@@ -104,9 +104,8 @@ def mutate_message(rng: random.Random, message: Message, rounds: int = 3) -> Non
             if not field.is_repeated:
                 inner.SetInParent()
         elif field.is_repeated:
-            getattr(message, field.name).extend(
-                scalar(rng, field) for _ in range(rng.choice([1, 3, 64, 3000]))
-            )
+            values = (scalar(rng, field) for _ in range(rng.choice([1, 3, 64, 3000])))
+            getattr(message, field.name).extend(values)
         else:
             setattr(message, field.name, scalar(rng, field))
 

@@ -3,7 +3,7 @@
     python -m tests.hosts.link NAMESPACE DEVICE NAMESPACE DEVICE
 
 makes two tap devices and carries frames between them while it runs. A line of standard input sets
-`DELAY_MS LOSES_THERE LOSES_BACK`: the delay of either direction, and whether the frames of each are lost.
+`LOSES_THERE LOSES_BACK`, each 0 or 1: whether the frames of that direction are lost.
 """
 
 import ctypes
@@ -12,20 +12,23 @@ import os
 import select
 import struct
 import sys
-import time
-from collections import deque
+from contextlib import suppress
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x0002, 0x1000, 0x40000000
 MAX_FRAME = 65_536
-_POLL_S = 1.0
 
 
-def tap(namespace: str, name: str) -> int:
-    """Return the file of a new tap device in a namespace, which this process enters."""
+def enter(namespace: str) -> None:
+    """Move this thread, and those that it starts from now on, into a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{namespace}", "rb") as file:
         if libc.setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns {namespace}")
+
+
+def tap(namespace: str, name: str) -> int:
+    """Return the file of a new tap device in a namespace, which this process enters."""
+    enter(namespace)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
     return device
@@ -33,35 +36,27 @@ def tap(namespace: str, name: str) -> int:
 
 def carry(ends: tuple[int, int]) -> None:
     """Carry frames between two devices until standard input ends."""
-    delay_s, loses = 0.0, [False, False]
-    waiting: tuple[deque[tuple[float, bytes]], ...] = (deque(), deque())
+    loses = [False, False]
     while True:
-        due = [queue[0][0] for queue in waiting if queue]
-        timeout_s = max(0.0, min(due) - time.monotonic()) if due else _POLL_S
-        for ready in select.select([*ends, sys.stdin], [], [], timeout_s)[0]:
-            if ready is sys.stdin:
-                if not (line := sys.stdin.readline()):
-                    return
-                numbers = line.split()
-                delay_s, loses = float(numbers[0]) / 1e3, [number == "1" for number in numbers[1:]]
+        for ready in select.select([*ends, sys.stdin], [], [])[0]:
+            if ready is not sys.stdin:
+                side = ends.index(ready)
+                _carry_on(ready, ends[1 - side], is_lost=loses[side])
+            elif line := sys.stdin.readline():
+                loses = [number == "1" for number in line.split()]
             else:
-                _take(ready, waiting[ends.index(ready)], delay_s, loses[ends.index(ready)])
-        for source, queue in enumerate(waiting):
-            while queue and queue[0][0] <= time.monotonic():
-                try:
-                    os.write(ends[1 - source], queue.popleft()[1])
-                except OSError:  # the device is down, or its queue is full: a lost frame
-                    pass
+                return
 
 
-def _take(end: int, queue: deque[tuple[float, bytes]], delay_s: float, is_lost: bool) -> None:
+def _carry_on(source: int, goal: int, *, is_lost: bool) -> None:
     while True:
         try:
-            frame = os.read(end, MAX_FRAME)
+            frame = os.read(source, MAX_FRAME)
         except OSError:  # no more frames, or the device is down
             return
         if not is_lost:
-            queue.append((time.monotonic() + delay_s, frame))
+            with suppress(OSError):  # the device is down, or its queue is full: a lost frame
+                os.write(goal, frame)
 
 
 if __name__ == "__main__":

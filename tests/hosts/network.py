@@ -67,16 +67,20 @@ class Host:
                 ["ip", "netns", "exec", self.namespace, *command], env=dict(environment), text=True, **into
             )
 
-    def set_link(self, *, delay_ms: float = 0.0, hears: bool = True, is_heard: bool = True) -> None:
-        """Set the cable: its one-way delay, and in which directions it carries frames."""
+    def set_link(self, *, hears: bool = True, is_heard: bool = True) -> None:
+        """Set in which directions the cable carries frames."""
         assert self.cable.stdin is not None
-        self.cable.stdin.write(f"{delay_ms} {int(not hears)} {int(not is_heard)}\n")
+        self.cable.stdin.write(f"{int(not hears)} {int(not is_heard)}\n")
         self.cable.stdin.flush()
 
     def pids(self) -> list[int]:
-        """Return the processes of the host, without that of its cable."""
-        found = map(int, _ip("netns", "pids", self.namespace).split())
-        return [pid for pid in found if pid != self.cable.pid]
+        """Return the processes of the host, without that of its cable and this one."""
+        own, found = os.stat(f"/var/run/netns/{self.namespace}").st_ino, []
+        for path in Path("/proc").glob("[0-9]*/ns/net"):
+            with suppress(OSError):
+                if path.stat().st_ino == own:
+                    found.append(int(path.parts[2]))
+        return [pid for pid in found if pid not in (self.cable.pid, os.getpid())]
 
     def cut_power(self) -> None:
         """End every process at once, without a word to its peers."""
@@ -132,12 +136,8 @@ class Network:
         number, namespace = len(self.hosts) + 2, f"{self._prefix}-{name}"
         address, port = f"{SUBNET}.{number}", f"port{number}"
         _ip("netns", "add", namespace)
-        cable = subprocess.Popen(
-            [sys.executable, "-m", "tests.hosts.link", self._switch, port, namespace, "eth0"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-m", "tests.hosts.link", self._switch, port, namespace, "eth0"]
+        cable = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert cable.stdout is not None
         assert cable.stdout.readline() == "ready\n"
         _ip("-n", self._switch, "link", "set", port, "master", "br0", "up")

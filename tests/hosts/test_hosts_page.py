@@ -15,12 +15,7 @@ from tests.hosts.cluster import START_S
 from tests.hosts.network import Network
 from tests.support.docs_commands import ROOT
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.kills,
-    pytest.mark.needs("redis-server"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.needs("redis-server"), pytest.mark.timeout(600)]
 
 PAGE = ROOT / "docs" / "hosts.md"
 PLAIN, RAY = PAGE.read_text().split("## Over Ray")
@@ -104,7 +99,6 @@ def answered(network, words, environment):
         output, _ = process.communicate(timeout=START_S)
         if process.returncode == 0:
             return output
-        assert time.monotonic() < ends, [
-            log.read_text() for host in network.hosts.values() for log in host.logs
-        ]
+        logs = (log for host in network.hosts.values() for log in host.logs)
+        assert time.monotonic() < ends, [log.read_text() for log in logs]
         time.sleep(1)

@@ -16,9 +16,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:200", help="A:B, from A up to B, or A,B,... (default: 0:200)")
     parser.add_argument("--mutants", nargs="*", metavar="NAME", help="plant these faults; none named: all")
     parser.add_argument("--limit", type=int, default=2000, help="seeds after which a mutant counts as missed")
-    parser.add_argument(
-        "--plant", metavar="NAME", help="plant this fault, and stop at the first seed that fails"
-    )
+    parser.add_argument("--plant", metavar="NAME", help="plant this fault; stop at the first seed that fails")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings is part of a schedule
         os.environ["PYTHONHASHSEED"] = "0"

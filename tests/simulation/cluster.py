@@ -270,16 +270,15 @@ class Cluster:
 
     async def until_ready(self) -> None:
         """Wait until all processes serve and know each other."""
-        while not all(  # noqa: ASYNC110
-            (replica := self.replicas.get(name)) is not None
-            and replica.orchestrator is not None
-            and sum(
-                pool.num_up
-                for pool in (replica.orchestrator.fleet.targets, replica.orchestrator.fleet.drafts)
-            )
-            >= len(WORKERS)
-            for name in ORCHESTRATORS
-        ):
+
+        def is_ready(name: str) -> bool:
+            replica = self.replicas.get(name)
+            if replica is None or replica.orchestrator is None:
+                return False
+            fleet = replica.orchestrator.fleet
+            return fleet.targets.num_up + fleet.drafts.num_up >= len(WORKERS)
+
+        while not all(map(is_ready, ORCHESTRATORS)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     def running_sessions(self) -> set[str]:

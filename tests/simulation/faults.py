@@ -30,6 +30,16 @@ REFUSALS = (
     "NOREPLICAS Not enough good replicas to write.",
 )
 
+PLACES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("kill", "drain"), ORCHESTRATORS + WORKERS),
+    "pause": ORCHESTRATORS + WORKERS + CLIENTS,
+    **dict.fromkeys(("slow engine", "failing step"), WORKERS),
+    "Redis refuses": REFUSALS,
+    "clock step": ("-60", "-5", "5", "20", "60", "7200"),
+    **dict.fromkeys(("proxy dies", "client leaves", "cancel", "delete", "rival"), CLIENTS),
+}
+"""Out of what one is drawn, by kind."""
+
 MOMENTS = {"kill", "drain", "cut", "client leaves", "rival", "cancel", "delete", "clock step", "failing step"}
 """Faults that do not last."""
 
@@ -63,26 +73,11 @@ def draw_faults(rng: random.Random) -> list[Fault]:
 def _draw(rng: random.Random) -> Fault:
     kind = rng.choice(list(FAULTS))
     step, lasts_s = rng.randrange(HORIZON), round(rng.choice(LASTS_S) * rng.uniform(0.2, 1.5), 3)
-    where: tuple[str, ...] = ()
-    if kind in ("kill", "pause"):
-        where = (rng.choice(ORCHESTRATORS + WORKERS + (CLIENTS if kind == "pause" else ())),)
-    elif kind == "drain":
-        where = (rng.choice(ORCHESTRATORS + WORKERS),)
-    elif kind in ("slow engine", "failing step"):
-        where = (rng.choice(WORKERS),)
-    elif kind in ("block", "partition", "cut"):
-        one = rng.choice(ORCHESTRATORS)
-        pair = [one, rng.choice((*WORKERS, *CLIENTS, "redis"))]
-        rng.shuffle(pair)
-        where = tuple(pair)
-    elif kind == "Redis refuses":
-        where = (rng.choice(REFUSALS),)
-    elif kind == "clock step":
-        where = (str(rng.choice((-60.0, -5.0, 5.0, 20.0, 60.0, 7200.0))),)
-    elif kind in ("proxy dies", "client leaves", "cancel", "delete", "rival"):
-        where = (rng.choice(CLIENTS),)
-    is_moment = kind in MOMENTS
-    return Fault(step, kind, where, 0.0 if is_moment else lasts_s)
+    where = [rng.choice(PLACES[kind])] if kind in PLACES else []
+    if kind in ("block", "partition", "cut"):
+        where = [rng.choice(ORCHESTRATORS), rng.choice((*WORKERS, *CLIENTS, "redis"))]
+        rng.shuffle(where)
+    return Fault(step, kind, tuple(where), 0.0 if kind in MOMENTS else lasts_s)
 
 
 def _end_process(run: Run, fault: Fault) -> None:

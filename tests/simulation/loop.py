@@ -37,6 +37,7 @@ COLLECT_EVERY = 200
 depend on others."""
 
 _num_runs = itertools.count()
+Callback = Callable[..., Any]
 
 
 class Process:
@@ -197,14 +198,10 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     call_soon_threadsafe = call_soon
 
-    def call_later(
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> Any:
+    def call_later(self, delay: float, callback: Callback, *args: Any, context: Context | None = None) -> Any:
         return self.call_at(self.now + delay, callback, *args, context=context)
 
-    def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> Any:
+    def call_at(self, when: float, callback: Callback, *args: Any, context: Context | None = None) -> Any:
         call = Call(callback, args, copy_context() if context is None else context, when)
         heapq.heappush(self._timers, (when, next(self._numbers), call))
         return call

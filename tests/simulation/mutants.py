@@ -4,15 +4,15 @@ A mutant is an edit of one function's syntax tree, in a process of its own.
 """
 
 import ast
-import importlib
-import multiprocessing
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
-LIBRARIES = ("grpc.aio", "llguidance", "redis.asyncio", "torch", "transformers.models.auto.tokenization_auto")
 _SEED_LIMIT_S = 30.0
 """Of a process per seed; a seed takes a tenth of a second on an idle core."""
 
@@ -62,103 +62,74 @@ def script(text: str, new: str = "") -> Callable[[ast.AST], _Edit]:
     def edit(place: ast.AST) -> _Edit:
         strings = [node.value for node in ast.walk(place) if isinstance(node, ast.Constant)]
         (found,) = (value for value in strings if text in value)
-        return _Edit(
-            lambda node: isinstance(node, ast.Constant) and node.value == found, found.replace(text, new, 1)
-        )
+        changed = found.replace(text, new, 1)
+        return _Edit(lambda node: isinstance(node, ast.Constant) and node.value == found, changed)
 
     return edit
 
 
+_TAKE = "orchestrator/cycle/pipeline.py:_CycleQueue.take"
+_SEND = "orchestrator/storage/client.py:BatchedScript._send"
 _SCRIPTS, _LIFECYCLE = "orchestrator/storage/session_scripts.py", "orchestrator/sessions/lifecycle.py"
-_WORKERS, _SCHEDULING = "orchestrator/workers", "services/scheduling"
+_RESUME, _REPLAY = f"{_LIFECYCLE}:SessionManager._resume", f"{_LIFECYCLE}:OpenSession.replay"
+_SDK = "gammaray/client/resume.py:stream_completion"
+_PLACE = "orchestrator/access/admission.py:Admission.place"
+_LINK = "orchestrator/workers/connection.py:WorkerConnection"
+_DRAFTER = "orchestrator/workers/drafter.py:RemoteDrafter.release"
+_VERIFIER = "orchestrator/workers/verifier.py:FencedVerifier.verify"
+_COPY, _TABLE = (f"services/scheduling/sessions.py:Session{rest}" for rest in ("Copy.merge", "Table.admit"))
+_MATCH = "services/scheduling/batcher.py:Batcher.match"
+_JUDGE = "services/own/target_scheduler.py:TargetScheduler._judge"
+_STREAM = "services/streaming/streams.py:BlockStream._deliver"
+_RETRY = "gammaray/deploy/redis_connection.py:RetryingRedis.repeated.attempt"
+
 _LATE = "asyncio.get_running_loop().call_later(0.02, write.close)"
+_RUN, _FROM = "await self._run(calls)", "request.resume_from"
 _LEAVE, _PENDING = "self._leave(caller.tenant)", "self.pending.get(result.request_id)"
-_BEFORE, _REPLAYED = _PENDING.replace("_id)", "_id - 1)"), "range(self.offset, len(tokens), REPLAY_TOKENS)"
+_BEFORE, _TOLD = _PENDING.replace("_id)", "_id - 1)"), "range(self.offset, len(tokens), REPLAY_TOKENS)"
 _EMITTED = "emitted = [*proposal.token_ids, verdict.next_token_id]"
 
-PLACES = {
-    "orchestrator/cycle/pipeline.py:_CycleQueue.take": {
-        "delivered before it is stored": statement("await write", _LATE),
-        "stored after delivery": statement("await write", "asyncio.create_task(write)"),
-    },
-    f"{_SCRIPTS}:_FENCE": {
-        "the store does not compare epochs": script("tonumber(head[1]) ~= tonumber(epoch)", "false"),
-        "a cancelled turn accepts commits": script("head[2] == 'cancelled'", "false"),
-    },
-    f"{_SCRIPTS}:TAKE_OVER": {"a takeover keeps the epoch": script("next_epoch()", "tonumber(head[1])")},
-    f"{_SCRIPTS}:_APPEND": {
-        "a commit is not recognised when it is sent again": script("length == offset + #data", "false")
-    },
-    f"{_SCRIPTS}:END": {
-        "the last commit does not end the turn": script("'finish_reason', reason", "'reason', reason"),
-        "an ended session stays among the running ones": script("redis.call('SREM', KEYS[4], name)"),
-    },
-    "orchestrator/storage/client.py:BatchedScript._send": {
-        "answers of one batch are swapped": expression(
-            "await self._run(calls)", "(await self._run(calls))[::-1]"
-        )
-    },
-    f"{_LIFECYCLE}:SessionManager._resume": {
-        "a resumed session has the first epoch": statement("session.epoch"),
-        "the replay begins a token early": expression(
-            "request.resume_from", "max(0, request.resume_from - 1)", call="OpenSession"
-        ),
-    },
-    f"{_LIFECYCLE}:_began": {
-        "a resumed session has another seed": expression("stored.seed", "stored.seed + 1")
-    },
-    f"{_LIFECYCLE}:OpenSession.replay": {
-        "the replay begins a token late": expression(_REPLAYED, _REPLAYED.replace("offset", "offset + 1"))
-    },
-    "gammaray/client/resume.py:stream_completion": {
-        "the client resumes where it began": expression("offset", "0", call="replace")
-    },
-    "orchestrator/access/admission.py:Admission.place": {
-        "a place is not given back": statement(_LEAVE, f"__import__('sys').exc_info()[0] or {_LEAVE}")
-    },
-    f"{_WORKERS}/connection.py:WorkerConnection._lose": {
-        "calls stay unanswered when a link breaks": statement("set_exception")
-    },
-    f"{_WORKERS}/connection.py:WorkerConnection._stay_connected": {
-        "a link is not opened again": statement("self._failures += 1", "return")
-    },
-    f"{_WORKERS}/connection.py:WorkerConnection._read_frames": {
-        "answers go to the call before": expression(_PENDING, f"{_BEFORE} or {_PENDING}")
-    },
-    f"{_WORKERS}/connection.py:WorkerConnection.release": {
-        "a release is lost": statement("self._releases.append"),
-        "a session stays attached to its link": statement("self.sessions.discard"),
-    },
-    f"{_WORKERS}/drafter.py:RemoteDrafter.release": {
-        "a listener stays after a release": statement("listeners.pop")
-    },
-    f"{_WORKERS}/verifier.py:FencedVerifier.verify": {
-        "a dropped session counts as cancelled": statement("dropped = error", "raise")
-    },
-    f"{_SCHEDULING}/sessions.py:SessionCopy.merge": {
-        "a worker keeps tokens that differ from the committed ones": statement("break")
-    },
-    f"{_SCHEDULING}/sessions.py:SessionTable.admit": {
-        "a worker does not compare epochs": expression("task.epoch < session.epoch", "False")
-    },
-    f"{_SCHEDULING}/batcher.py:Batcher.match": {
-        "the cache is not compared with the session": expression("same < num_cached", "False"),
-        "a copied prefix is one token too long": expression("shared", "shared + 1", call="fork"),
-    },
-    "services/own/target_scheduler.py:TargetScheduler._judge": {
-        "a rejected token stays in the session": statement("emitted =", _EMITTED),
-        "noise of the next position": expression("base", "base + 1", call="judge"),
-    },
-    "services/streaming/streams.py:BlockStream._deliver": {
-        "an answered block counts as pending": statement("num_ids -=")
-    },
-    "gammaray/deploy/redis_connection.py:RetryingRedis.repeated.attempt": {
-        "a reset of an idle connection to Redis is not retried": expression("RuntimeError", "ImportError")
-    },
-}
-"""Module and function or constant in it -> the faults there, each with its edit."""
-
-MUTANTS = {name: (place, edit) for place, edits in PLACES.items() for name, edit in edits.items()}
+MUTANTS: dict[str, tuple[str, Callable[[ast.AST], _Edit]]] = {
+    "delivered before it is stored": (_TAKE, statement("await write", _LATE)),
+    "stored after delivery": (_TAKE, statement("await write", "asyncio.create_task(write)")),
+    "the store does not compare epochs": (
+        f"{_SCRIPTS}:_FENCE", script("tonumber(head[1]) ~= tonumber(epoch)", "false")
+    ),
+    "a cancelled turn accepts commits": (f"{_SCRIPTS}:_FENCE", script("head[2] == 'cancelled'", "false")),
+    "a takeover keeps the epoch": (f"{_SCRIPTS}:TAKE_OVER", script("next_epoch()", "tonumber(head[1])")),
+    "a commit is not known again": (f"{_SCRIPTS}:_APPEND", script("length == offset + #data", "false")),
+    "a last commit ends no turn": (f"{_SCRIPTS}:END", script("'finish_reason', reason", "'reason', reason")),
+    "an ended session stays running": (f"{_SCRIPTS}:END", script("redis.call('SREM', KEYS[4], name)")),
+    "answers of one batch are swapped": (_SEND, expression(_RUN, f"({_RUN})[::-1]")),
+    "a resumed session has the first epoch": (_RESUME, statement("session.epoch")),
+    "the replay begins a token early": (
+        _RESUME, expression(_FROM, f"max(0, {_FROM} - 1)", call="OpenSession")
+    ),
+    "a resumed session has another seed": (
+        f"{_LIFECYCLE}:_began", expression("stored.seed", "stored.seed + 1")
+    ),
+    "the replay begins a token late": (_REPLAY, expression(_TOLD, _TOLD.replace("offset", "offset + 1"))),
+    "the client resumes where it began": (_SDK, expression("offset", "0", call="replace")),
+    "a place is not given back": (_PLACE, statement(_LEAVE, f"__import__('sys').exc_info()[0] or {_LEAVE}")),
+    "calls stay unanswered when a link breaks": (f"{_LINK}._lose", statement("set_exception")),
+    "a link is not opened again": (f"{_LINK}._stay_connected", statement("self._failures += 1", "return")),
+    "answers go to the call before": (
+        f"{_LINK}._read_frames", expression(_PENDING, f"{_BEFORE} or {_PENDING}")
+    ),
+    "a release is lost": (f"{_LINK}.release", statement("self._releases.append")),
+    "a session stays attached to its link": (f"{_LINK}.release", statement("self.sessions.discard")),
+    "a listener stays after a release": (_DRAFTER, statement("listeners.pop")),
+    "a dropped session counts as cancelled": (_VERIFIER, statement("dropped = error", "raise")),
+    "a worker keeps tokens that differ from the committed ones": (_COPY, statement("break")),
+    "a worker does not compare epochs": (_TABLE, expression("task.epoch < session.epoch", "False")),
+    "the cache is not compared with the session": (_MATCH, expression("same < num_cached", "False")),
+    "a copied prefix is one token too long": (_MATCH, expression("shared", "shared + 1", call="fork")),
+    "a rejected token stays in the session": (_JUDGE, statement("emitted =", _EMITTED)),
+    "noise of the next position": (_JUDGE, expression("base", "base + 1", call="judge")),
+    "an answered block counts as pending": (_STREAM, statement("num_ids -=")),
+    "a reset of an idle connection is not retried": (_RETRY, expression("RuntimeError", "ImportError")),
+}  # fmt: skip
+"""Module and function or constant in it, and the edit, by name."""
 
 
 def edited(name: str) -> ast.Module:
@@ -201,27 +172,14 @@ def hunt(names: Sequence[str], limit: int) -> int:
         names: The mutants; none: all.
         limit: Seeds after which a mutant counts as missed.
     """
-    for library in LIBRARIES:  # each process would take seconds for them
-        importlib.import_module(library)
-    context, num_missed = multiprocessing.get_context("fork"), 0
+    num_missed = 0
     for name in names or MUTANTS:
-        results = context.SimpleQueue()
-        process = context.Process(target=_find, args=(name, limit, results.put))
-        process.start()
-        process.join(_SEED_LIMIT_S * limit)
-        found = "" if process.is_alive() or process.exitcode or results.empty() else results.get()
-        process.kill()
-        print(f"{name}: {found or 'missed'}", flush=True)
-        num_missed += not found
+        command = [sys.executable, "-m", "tests.simulation", "--plant", name, "--seeds", f"0:{limit}"]
+        found = None
+        with suppress(subprocess.TimeoutExpired):
+            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_SEED_LIMIT_S * limit)
+            found = re.search("^seed .*", ended.stdout, re.MULTILINE)
+        print(f"{name}: {found[0][:200] if found else 'missed'}", flush=True)
+        num_missed += found is None
     print(f"{num_missed} of {len(names or MUTANTS)} missed")
     return num_missed
-
-
-def _find(name: str, limit: int, put: Callable[[str], None]) -> None:
-    plant(name)
-    from tests.simulation.campaign import laboratory, run_seeds
-
-    with laboratory() as real:
-        report = run_seeds(range(limit), real, ends_at_failure=True)
-    for seed, failure in report.failures.items():
-        put(f"seed {seed}: {failure[:200]}")

@@ -123,13 +123,7 @@ class RedisServer:
         on_commit: Called with the process, the session's key and the epoch of each commit that was accepted.
     """
 
-    def __init__(
-        self,
-        loop: SimulatedLoop,
-        real: RealRedis,
-        sessions: bytes,
-        network: Network,
-    ) -> None:
+    def __init__(self, loop: SimulatedLoop, real: RealRedis, sessions: bytes, network: Network) -> None:
         self._loop, self.real, self.network = loop, real, network
         self._sessions = sessions
         self.stored: dict[bytes, tuple[int, int]] = {}

@@ -37,15 +37,8 @@ REAP_S = 25.0
 """Seconds after which a session without an owner is detached: a lease, and the time between two looks."""
 
 BREAKING = {
-    "kill",
-    "pause",
-    "drain",
-    "block",
-    "partition",
-    "cut",
-    "slow network",
-    "proxy dies",
-    "client leaves",
+    *("kill", "pause", "drain", "proxy dies", "client leaves"),
+    *("block", "partition", "cut", "slow network"),
 }
 """Faults that may lose a release: the worker then keeps the session until it needs its memory."""
 
@@ -254,9 +247,8 @@ class Run:
             if stream.ended == FinishReason.LENGTH.value:
                 is_whole = len(stream.received) == len(stream.expected)
                 if not (is_whole or self._may_resume_second(stream)):
-                    self.fail(
-                        f"{stream.name}: ended with {len(stream.received)} of {len(stream.expected)} tokens"
-                    )
+                    counts = f"{len(stream.received)} of {len(stream.expected)}"
+                    self.fail(f"{stream.name}: ended with {counts} tokens")
             elif not self._is_excused(stream):
                 self.fail(f"{stream.name}: ended with {stream.ended}: {stream.error}")
 
@@ -303,13 +295,8 @@ class Run:
                 for link in pool.links.values():
                     if link.pending or link.sessions or link.listeners:
                         self.fail(f"{name}: calls or sessions are left on {link.address}")
-        left = [
-            task.get_name()
-            for process in self.loop.processes
-            for task in process.tasks
-            if task.get_name().startswith("cycles of") and not task.done()
-        ]
-        if left:
+        tasks = [task for process in self.loop.processes for task in process.tasks if not task.done()]
+        if left := [name for task in tasks if (name := task.get_name()).startswith("cycles of")]:
             self.fail(f"tasks are left: {left}")
         failed = {stream.name for stream in self.streams.values() if stream.error is not None}
         running = self.cluster.running_sessions() - self.deleted - self.cancelled - failed
@@ -320,7 +307,6 @@ class Run:
                 continue
             if worker.streams.num_ids or worker.engine.scheduler.queue.num_queued:
                 self.fail(f"{name}: blocks are left")
-            if not self.outcome.injected.keys() & BREAKING and (
-                left := list(worker.engine.scheduler.queue.sessions)
-            ):
+            left = list(worker.engine.scheduler.queue.sessions)
+            if left and not self.outcome.injected.keys() & BREAKING:
                 self.fail(f"{name}: sessions are left: {left}")

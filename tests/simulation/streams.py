@@ -12,6 +12,7 @@ from tests.simulation.tiny_model import plain_tokens
 NUM_CLIENTS, NUM_TOKENS = 3, 32
 CLIENTS = tuple(f"client-{number}" for number in range(NUM_CLIENTS))
 NUM_COMPLETIONS = 8
+GAMMAS = GammaPolicy(), GammaPolicy(fixed=0), GammaPolicy(fixed=3), GammaPolicy(fixed=3, max_nodes=6)
 
 
 @dataclass
@@ -63,9 +64,7 @@ def draw_stream(rng: random.Random, name: str, num_tokens: int = NUM_TOKENS) -> 
     temperature, seed = (0.0, 0.7, 1.0)[number % 3], number + 1
     expected = plain_tokens(prompt, temperature, seed, num_tokens)
     params = SamplingParams(temperature=temperature, seed=seed)
-    gamma = rng.choice(
-        (GammaPolicy(), GammaPolicy(fixed=0), GammaPolicy(fixed=3), GammaPolicy(fixed=3, max_nodes=6))
-    )
+    gamma = rng.choice(GAMMAS)
     request = GenerationRequest(
         prompt, sampling=params, max_tokens=num_tokens, ignore_eos=True, session_id=name, gamma=gamma
     )

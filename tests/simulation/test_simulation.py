@@ -11,6 +11,8 @@ from tests.simulation.mutants import MUTANTS, edited
 TIMEOUT_S = 900.0
 """For 200 seeds on two busy cores."""
 
+PLANTED = ("stored after delivery", "a takeover keeps the epoch", "a place is not given back")
+
 
 def simulate(*options: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run `python -m tests.simulation`: it replaces the clock of its whole process."""
@@ -54,9 +56,7 @@ def test_mutants_change_the_product():
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize(
-    "name", ["stored after delivery", "a takeover keeps the epoch", "a place is not given back"]
-)
+@pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name):
     run = simulate("--plant", name, "--seeds", "0:200")
     assert run.returncode == 1, run.stdout + run.stderr

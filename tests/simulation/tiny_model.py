@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gammaray.errors import InternalError, UnavailableError
+from gammaray.errors import InternalError
 from services.engine.core.batch import Batch, Runner, Segment
 from services.engine.core.kv_cache import CacheShape
 from services.engine.engine import Engine
@@ -115,7 +115,7 @@ class SteppedEngine:
 
     def __init__(self, loop: SimulatedLoop, scheduler: Scheduler[Any], step_s: tuple[float, float]) -> None:
         self._loop, self.scheduler, self.step_s = loop, scheduler, step_s
-        self.is_alive, self.fails_next = True, False
+        self.fails_next = False
         self._inbox: list[Callable[[Scheduler[Any]], None]] = []
         self._is_busy = False
 
@@ -137,11 +137,9 @@ class SteppedEngine:
                 self.fails_next = False
                 raise MemoryError("a planted failure")
             replies = self.scheduler.step()
-        except MemoryError as error:
-            self.scheduler.fail_all(InternalError(f"a step failed: {error}"))
-            replies = []
         except Exception as error:
-            self._loop.errors.append(f"a step failed: {error!r}")
+            if not isinstance(error, MemoryError):
+                self._loop.errors.append(f"a step failed: {error!r}")
             self.scheduler.fail_all(InternalError(f"a step failed: {error!r}"))
             replies = []
         self._loop.call_later(self._loop.rng.uniform(*self.step_s), self._end_step, replies)
@@ -169,6 +167,4 @@ class SteppedEngine:
         return await future
 
     def look(self, function: Callable[[Scheduler[Any]], T]) -> T:
-        if not self.is_alive:
-            raise UnavailableError("the engine has stopped")
         return function(self.scheduler)

@@ -17,9 +17,9 @@ from redis import Redis
 
 from benchmarks.provenance import write_result
 from orchestrator.launcher.redis_server import RedisServer
+from tests.soak.samples import Apis
 from tests.soak.soak_census import Observer
-from tests.soak.soak_report import figures, table
-from tests.soak.soak_run import CLUSTERS, TTL_S, Options, Outcome, run
+from tests.soak.soak_run import CLUSTERS, TTL_S, Options, Outcome, figures, run, table
 from tests.soak.tenants import Tenants
 from tests.support.cluster.cluster_helpers import running_cluster
 
@@ -51,12 +51,9 @@ def soak(folder: Path, options: Options, engine: str) -> Outcome:
             patch.dict(os.environ, {"GAMMARAY_SESSION_TTL_S": str(TTL_S)}),
             running_cluster(*arguments) as cluster,
         ):
-            observer = Observer(cluster.grpc, cluster.launcher.pid, redis, tenants and tenants.key)
-            return asyncio.run(run(cluster.grpc, cluster.http, observer, options, _say, tenants))
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+            apis = Apis(cluster.grpc, cluster.http, tenants.key if tenants else None)
+            observer = Observer(apis, cluster.launcher.pid, redis)
+            return asyncio.run(run(apis, observer, options, tenants))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,11 @@
 
 import random
 import uuid
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from gammaray import (
-    AsyncClient,
-    FinishReason,
-    NotFoundError,
-)
-from gammaray.types import Chunk
-from tests.chaos.load import Ask, Said, difference, generate
+from gammaray import AsyncClient, FinishReason, NotFoundError
+from tests.chaos.load import Ask, Heard, Said, difference, generate
 from tests.soak.samples import LENGTHS, Expected, SampleError, turns
 
 GAMMAS = ("adaptive", "adaptive", "adaptive", 0, 2, 5, 8)
@@ -63,27 +57,21 @@ async def leave(client: AsyncClient, expected: Expected, rng: random.Random) -> 
 async def resume(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
     """A client that disconnects and resumes."""
     ask, name = draw(rng, expected, LENGTHS[2]), uuid.uuid4().hex
-    begun = await _begin(client, ask, name, rng.randrange(1, 6))
-    token_ids, text = list(begun.token_ids), begun.text
-    async for chunk in client.resume(name, offset=len(token_ids)):
-        token_ids += (token.token_id for token in chunk.tokens)
-        text += chunk.text
-    check(expected, ask, Said(tuple(token_ids), text))
+    heard = await _begin(client, ask, name, rng.randrange(1, 6))
+    check(expected, ask, await heard.take(client.resume(name, offset=len(heard.token_ids))))
 
 
 async def cancel(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
     """A turn that another client cancels while it is streamed."""
     ask, name = draw(rng, expected, LENGTHS[3]), uuid.uuid4().hex
-    token_ids: list[int] = []
-    reason = None
-    stream = _open(client, ask, name)
-    async for chunk in stream:
+    token_ids, reason = tuple[int, ...](), None
+    async for chunk in client.generate(ask.prompt, **ask.options(), session_id=name):
         if not token_ids:
             await client.cancel(name)
-        token_ids += (token.token_id for token in chunk.tokens)
+        token_ids += tuple(token.token_id for token in chunk.tokens)
         reason = chunk.finish_reason
     wanted = expected.completions[ask].token_ids
-    if reason is not FinishReason.CANCELLED or tuple(token_ids) != wanted[: len(token_ids)]:
+    if reason is not FinishReason.CANCELLED or token_ids != wanted[: len(token_ids)]:
         raise SampleError(f"cancelled: ended with {reason} after {len(token_ids)} tokens of {ask}")
 
 
@@ -108,31 +96,12 @@ async def look_up(client: AsyncClient, expected: Expected, rng: random.Random) -
     raise SampleError("a deleted session is still there")
 
 
-def _open(client: AsyncClient, ask: Ask, name: str) -> AsyncGenerator[Chunk, None]:
-    return client.generate(ask.prompt, **ask.options(), session_id=name)
+async def _begin(client: AsyncClient, ask: Ask, name: str, num_pieces: int) -> Heard:
+    heard = Heard()
+    async with aclosing(client.generate(ask.prompt, **ask.options(), session_id=name)) as chunks:
+        await heard.take(chunks, num_pieces)
+    return heard
 
 
-async def _begin(client: AsyncClient, ask: Ask, name: str, num_pieces: int) -> Said:
-    token_ids: list[int] = []
-    text = ""
-    stream = _open(client, ask, name)
-    async with aclosing(stream) as chunks:
-        async for chunk in chunks:
-            token_ids += (token.token_id for token in chunk.tokens)
-            text += chunk.text
-            num_pieces -= 1
-            if num_pieces <= 0:
-                break
-    return Said(tuple(token_ids), text)
-
-
-GRPC_MIX = {
-    complete: 8,
-    complete_unseeded: 3,
-    talk: 2,
-    leave: 2,
-    resume: 2,
-    cancel: 2,
-    look_up: 2,
-}
+GRPC_MIX = {complete: 8, complete_unseeded: 3, talk: 2, leave: 2, resume: 2, cancel: 2, look_up: 2}
 """How often each, in parts."""

@@ -1,7 +1,6 @@
-"""Load over the OpenAI API: completions, chats, disconnects, resumes; and what metrics say."""
+"""Load over the OpenAI API: completions, chats, disconnects, resumes."""
 
 import random
-from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -23,8 +22,7 @@ async def complete(http: httpx.AsyncClient, expected: Expected, rng: random.Rand
 
 async def stream(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
     ask, heard = draw(rng, expected), Heard()
-    async for _ in heard.over_http(http, _body(ask, rng)):
-        pass
+    await heard.over_http(http, _body(ask, rng))
     check(expected, ask, heard.said)
 
 
@@ -32,9 +30,8 @@ async def resume(http: httpx.AsyncClient, expected: Expected, rng: random.Random
     """A client that loses its connection and sends the request again with its last event id."""
     ask, heard = draw(rng, expected, LENGTHS[2]), Heard()
     body = _body(ask, rng)
-    await _some(heard, http, body, rng.randrange(1, 6))
-    async for _ in heard.over_http(http, body):
-        pass
+    await heard.over_http(http, body, count=rng.randrange(1, 6))
+    await heard.over_http(http, body)
     check(expected, ask, heard.said)
 
 
@@ -42,7 +39,7 @@ async def leave(http: httpx.AsyncClient, expected: Expected, rng: random.Random)
     """A client that disconnects after some events, or before a response that is not streamed."""
     body = _body(draw(rng, expected, LENGTHS[2]), rng)
     if rng.random() < 0.5:
-        await _some(Heard(), http, body, rng.randrange(1, 6))
+        await Heard().over_http(http, body, count=rng.randrange(1, 6))
         return
     try:
         await http.post(PATH, json=body, timeout=httpx.Timeout(5.0, read=0.2))
@@ -57,35 +54,8 @@ async def talk(http: httpx.AsyncClient, expected: Expected, rng: random.Random) 
         raise SampleError(f"chat {text!r}: {answer!r} not {expected.chats[text, temperature]!r}")
 
 
-def num_series(metrics: str) -> int:
-    return sum(bool(line) and not line.startswith("#") for line in metrics.splitlines())
-
-
-def num_tasks(metrics: str) -> int:
-    return round(_value(metrics, "gammaray_tasks{"))
-
-
-def retained_mb(metrics: str) -> float:
-    """Return the KV cache that ended sessions have left in a process, 0 if it has no cache."""
-    name = "gammaray_worker_cache_retained_bytes{"
-    return _value(metrics, name) / 2**20 if name in metrics else 0.0
-
-
-def _value(metrics: str, beginning: str) -> float:
-    (line,) = (line for line in metrics.splitlines() if line.startswith(beginning))
-    return float(line.rpartition(" ")[2])
-
-
 def _body(ask: Ask, rng: random.Random) -> dict[str, Any]:
     return {"prompt": ask.prompt, **ask.options(), "gammaray": {"gamma": rng.choice(GAMMAS)}}
-
-
-async def _some(heard: Heard, http: httpx.AsyncClient, body: dict[str, Any], count: int) -> None:
-    async with aclosing(heard.over_http(http, body)) as events:
-        async for _ in events:
-            count -= 1
-            if count <= 0:
-                return
 
 
 HTTP_MIX = {complete: 3, stream: 5, resume: 2, leave: 2, talk: 3}

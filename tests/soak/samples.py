@@ -1,5 +1,7 @@
 """Requests with a fixed seed, and their completions at the start of the run."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -13,10 +15,29 @@ LONG_PROMPT = "".join(f"def f{i}(value, other={i}):\n    return value + {i}\n\n"
 
 TURNS = ("def area(width, height):\n", "\n\nclass Shape:\n", "\n    def name(self):\n")
 CHATS = ("Write a loop.", "What is a tuple?")
+ACTION_TIMEOUT_S = 120.0
 
 
 class SampleError(Exception):
     """A completion differs from the expected one."""
+
+
+@dataclass(frozen=True)
+class Apis:
+    """The two APIs of a cluster: an address, a URL and the API key, if it has keys."""
+
+    grpc: str
+    http: str
+    key: str | None = None
+
+    @asynccontextmanager
+    async def clients(self) -> AsyncIterator[tuple[AsyncClient, httpx.AsyncClient]]:
+        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
+        async with (
+            AsyncClient(self.grpc, api_key=self.key) as client,
+            httpx.AsyncClient(base_url=self.http, timeout=ACTION_TIMEOUT_S, headers=headers) as web,
+        ):
+            yield client, web
 
 
 @dataclass(frozen=True)
@@ -39,35 +60,18 @@ def samples() -> list[Ask]:
     return found
 
 
-def authorised(key: str | None) -> dict[str, str]:
-    """Return the headers of a request with an API key."""
-    return {} if key is None else {"authorization": f"Bearer {key}"}
-
-
-async def first_said(grpc: str, http: str, key: str | None = None) -> Expected:
-    completions = await reference(grpc, samples(), key)
-    async with (
-        AsyncClient(grpc, api_key=key) as client,
-        httpx.AsyncClient(base_url=http, timeout=120, headers=authorised(key)) as web,
-    ):
+async def first_said(apis: Apis) -> Expected:
+    completions = await reference(apis.grpc, samples(), apis.key)
+    async with apis.clients() as (client, web):
         chats = {(text, t): await chat(web, text, t) for text in CHATS for t in (0.0, 1.0)}
         talks = {t: await turns(client, t, f"soak-first-{t:g}") for t in (0.0, 1.0)}
     return Expected(completions, chats, talks)
 
 
-def chat_body(text: str, temperature: float) -> dict[str, object]:
-    messages = [{"role": "system", "content": "Answer in Python."}, {"role": "user", "content": text}]
-    return {
-        "messages": messages,
-        "temperature": temperature,
-        "seed": 7,
-        "max_completion_tokens": 60,
-        "ignore_eos": True,
-    }
-
-
 async def chat(http: httpx.AsyncClient, text: str, temperature: float) -> str:
-    answer = await http.post("/v1/chat/completions", json=chat_body(text, temperature))
+    messages = [{"role": "system", "content": "Answer in Python."}, {"role": "user", "content": text}]
+    options = {"temperature": temperature, "seed": 7, "max_completion_tokens": 60, "ignore_eos": True}
+    answer = await http.post("/v1/chat/completions", json={"messages": messages, **options})
     if answer.status_code != 200:
         raise SampleError(f"chat: {answer.status_code} {answer.text[:300]}")
     return str(answer.json()["choices"][0]["message"]["content"])
@@ -76,14 +80,7 @@ async def chat(http: httpx.AsyncClient, text: str, temperature: float) -> str:
 async def turns(client: AsyncClient, temperature: float, session_id: str) -> list[tuple[int, ...]]:
     found = []
     for turn, prompt in enumerate(TURNS):
-        said = await client.complete(
-            prompt,
-            session_id=session_id,
-            turn=turn,
-            temperature=temperature,
-            seed=30 + turn,
-            max_tokens=40,
-            ignore_eos=True,
-        )
+        options = {"temperature": temperature, "seed": 30 + turn, "max_tokens": 40, "ignore_eos": True}
+        said = await client.complete(prompt, session_id=session_id, turn=turn, **options)
         found.append(tuple(token.token_id for token in said.tokens))
     return found

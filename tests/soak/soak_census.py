@@ -9,11 +9,12 @@ from pathlib import Path
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
 from gammaray import Client, ProcessStatus
-from tests.fuzz.census import Holding, census, settled
-from tests.soak.http_mix import num_series, num_tasks, retained_mb
+from tests.fuzz.census import census, settled
+from tests.soak.samples import Apis
 from tests.support.cluster.cluster_helpers import asked
 
 SCRAPE_TIMEOUT_S = 10.0
@@ -34,10 +35,8 @@ class Census:
 class Observer:
     """Takes the census of a cluster."""
 
-    def __init__(
-        self, grpc_address: str, launcher_pid: int, redis: Redis | None, key: str | None = None
-    ) -> None:
-        self._grpc, self._launcher_pid, self._redis, self._key = grpc_address, launcher_pid, redis, key
+    def __init__(self, apis: Apis, launcher_pid: int, redis: Redis) -> None:
+        self._apis, self._launcher_pid, self._redis = apis, launcher_pid, redis
 
     async def census(self, began_at: float) -> Census:
         """Wait until no resources are held for requests, or for a timeout, and return the census."""
@@ -48,8 +47,6 @@ class Observer:
         return await asyncio.to_thread(self._look, time.monotonic() - began_at, rest_s)
 
     def left_keys(self) -> list[str]:
-        if self._redis is None:
-            return []
         patterns = ("gammaray:session:*", "gammaray:request:*")
         keys = (key for pattern in patterns for key in self._redis.scan_iter(pattern, count=1000))
         return sorted(key.decode() for key in keys)
@@ -60,25 +57,26 @@ class Observer:
         pids: dict[str, list[int]] = defaultdict(list)
         for (role, pid), holding in census(processes).items():
             pids[role].append(pid)
-            figures.update({(role, measure): value for measure, value in _figures(role, holding).items()})
+            figures.update({(role, measure): value for measure, value in holding.items()})
         with httpx.Client(timeout=SCRAPE_TIMEOUT_S) as http:
             for process in processes:
                 if process.metrics_address:
                     metrics = http.get(f"http://{process.metrics_address}/metrics").raise_for_status()
-                    figures[process.role, "series"] += num_series(metrics.text)
-                    figures[process.role, "tasks"] += num_tasks(metrics.text)
-                    # It fills up to its bounds by design, and not within minutes.
-                    figures[process.role, "rss_mb"] -= retained_mb(metrics.text)
-        return Census(
-            at_s,
-            rest_s,
-            {**figures, **self._redis_figures()},
-            {role: tuple(sorted(found)) for role, found in pids.items()},
-        )
+                    families = text_string_to_metric_families(metrics.text)
+                    samples = [sample for family in families for sample in family.samples]
+                    figures[process.role, "series"] += len(samples)
+                    (tasks,) = (one.value for one in samples if one.name == "gammaray_tasks")
+                    figures[process.role, "tasks"] += tasks
+                    # What ended sessions have left fills up to its bounds by design, and not within minutes.
+                    name = "gammaray_worker_cache_retained_bytes"
+                    retained = (one.value for one in samples if one.name == name)
+                    figures[process.role, "rss_mb"] -= sum(retained) / 2**20
+        by_role = {role: tuple(sorted(found)) for role, found in pids.items()}
+        return Census(at_s, rest_s, {**figures, **self._redis_figures()}, by_role)
 
     def _all(self) -> list[ProcessStatus]:
         """Return every process: those of the status, with the workers' own reports, and the rest."""
-        with Client(self._grpc, api_key=self._key) as client:
+        with Client(self._apis.grpc, api_key=self._apis.key) as client:
             known = [asked(process) for process in client.status()]
         pids = {process.pid for process in known}
         try:
@@ -105,8 +103,6 @@ class Observer:
         return Path(scripts[0]).name.removeprefix("orchestrator.") if scripts else name
 
     def _redis_figures(self) -> dict[tuple[str, str], float]:
-        if self._redis is None:
-            return {}
         keyspace = self._redis.info("keyspace").get("db0", {"keys": 0, "expires": 0})
         figures = {
             "memory_mb": self._redis.info("memory")["used_memory"] / 2**20,
@@ -116,17 +112,3 @@ class Observer:
             "running": self._redis.scard("gammaray:running"),
         }
         return {("redis", measure): float(value) for measure, value in figures.items()}
-
-
-def _figures(role: str, holding: Holding) -> dict[str, float]:
-    figures = {
-        "rss_mb": holding.rss_mb,
-        "threads": holding.threads,
-        "pool_threads": holding.pool_threads,
-        "files": holding.files,
-    }
-    if role in ("orchestrator", "draft", "target"):
-        figures |= {"sessions": holding.sessions, "queued": holding.queued}
-    if role in ("draft", "target"):
-        figures["kv_mb"] = holding.cache_bytes / 2**20
-    return figures

@@ -3,20 +3,20 @@
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
 from grpc import RpcError
 from redis import RedisError
 
-from gammaray import AsyncClient, GammarayError
+from gammaray import GammarayError
 from tests.chaos.load import generate
-from tests.fuzz.campaign import Campaign
+from tests.fuzz.campaign import Campaign, columns
 from tests.soak.grpc_mix import GRPC_MIX, check
 from tests.soak.http_mix import HTTP_MIX
-from tests.soak.samples import Expected, SampleError, authorised, first_said
+from tests.soak.samples import ACTION_TIMEOUT_S, Apis, Expected, SampleError, first_said
 from tests.soak.soak_census import Census, Observer
 from tests.soak.tenants import Tenants
 from tests.soak.trend import BOUNDS, MIN_COUNT, Trend, trend
@@ -40,7 +40,6 @@ ends, and long enough for everything here that comes back to a session."""
 MIN_CENSUSES = 18
 """Six to each third, so that the medians of short runs mean something too."""
 
-ACTION_TIMEOUT_S = 120.0
 MAX_PAUSE_S = 0.4
 EXPIRY_S = 5.0
 """How long after the TTL the last key is gone: Redis looks for expired keys ten times a second."""
@@ -99,17 +98,10 @@ class Outcome:
         return [f"{role} (process {pid}) is gone" for role, pid in lost]
 
 
-async def run(
-    grpc: str,
-    http: str,
-    observer: Observer,
-    options: Options,
-    say: Callable[[str], None],
-    tenants: Tenants | None = None,
-) -> Outcome:
+async def run(apis: Apis, observer: Observer, options: Options, tenants: Tenants | None) -> Outcome:
+    say = partial(print, flush=True)
     say("what the cluster says at the start ...")
-    key = tenants.key if tenants else None
-    expected = await first_said(grpc, http, key)
+    expected = await first_said(apis)
     campaign = Campaign(options.seconds, options.seed)
     outcome, start = Outcome(campaign), time.monotonic()
     dice = [campaign.dice(f"client {number}") for number in range(options.clients)]
@@ -118,9 +110,9 @@ async def run(
     for number in campaign.rounds():
         # Each census has load before it, also when the round before has run into this one.
         until = max(start + (number + 1) * round_s, time.monotonic() + round_s / 2)
-        work = [_client(grpc, http, key, expected, outcome, rng, until) for rng in dice]
+        work = [_client(apis, expected, outcome, rng, until) for rng in dice]
         if tenants is not None:
-            work.append(tenants.change(grpc, campaign, campaign.dice(f"tenants {number}"), until))
+            work.append(tenants.change(apis.grpc, campaign, campaign.dice(f"tenants {number}"), until))
         await asyncio.gather(*work)
         try:
             outcome.censuses.append(await observer.census(start))
@@ -133,7 +125,7 @@ async def run(
             say(f"wrong: {wrong}")
         num_said = len(campaign.wrong)
     say("what it says at the end ...")
-    outcome.num_again = await _again(grpc, key, expected, campaign)
+    outcome.num_again = await _again(apis, expected, campaign)
     outcome.left = await _left(observer, start)
     if tenants is not None:
         outcome.left += await asyncio.to_thread(tenants.left)
@@ -144,35 +136,17 @@ async def _left(observer: Observer, start: float) -> list[str]:
     """Return descriptions of resources that are held after all sessions have expired."""
     await asyncio.sleep(TTL_S + EXPIRY_S)
     last = await observer.census(start)
-    left = [
-        f"{role} holds {value:g} {measure} at the end"
-        for (role, measure), value in last.figures.items()
-        if measure in AT_REST and value
-    ]
+    held = [(*key, value) for key, value in last.figures.items() if key[1] in AT_REST and value]
+    left = [f"{role} holds {value:g} {measure} at the end" for role, measure, value in held]
     if keys := await asyncio.to_thread(observer.left_keys):
         left.append(f"{len(keys)} keys of sessions are left in Redis: {', '.join(keys[:3])} ...")
     return left
 
 
-async def _client(
-    grpc: str,
-    http: str,
-    key: str | None,
-    expected: Expected,
-    outcome: Outcome,
-    rng: random.Random,
-    until: float,
-) -> None:
+async def _client(apis: Apis, expected: Expected, outcome: Outcome, rng: random.Random, until: float) -> None:
     """Run requests one after the other over its own connections until a time; finish the last one."""
-    timeout = httpx.Timeout(ACTION_TIMEOUT_S)
-    async with (
-        AsyncClient(grpc, api_key=key) as client,
-        httpx.AsyncClient(base_url=http, timeout=timeout, headers=authorised(key)) as web,
-    ):
-        surfaces: tuple[tuple[str, Any, Mapping[Callable[..., Awaitable[None]], int]], ...] = (
-            ("grpc", client, GRPC_MIX),
-            ("http", web, HTTP_MIX),
-        )
+    async with apis.clients() as (client, web):
+        surfaces: list[tuple[str, Any, Any]] = [("grpc", client, GRPC_MIX), ("http", web, HTTP_MIX)]
         while time.monotonic() < until:
             surface, connection, mix = rng.choice(surfaces)
             (action,) = rng.choices(list(mix), list(mix.values()))
@@ -188,8 +162,8 @@ async def _client(
             await asyncio.sleep(rng.uniform(0.0, MAX_PAUSE_S))
 
 
-async def _again(grpc: str, key: str | None, expected: Expected, campaign: Campaign) -> int:
-    async with AsyncClient(grpc, api_key=key) as client:
+async def _again(apis: Apis, expected: Expected, campaign: Campaign) -> int:
+    async with apis.clients() as (client, _):
         for ask in expected.completions:
             try:
                 check(expected, ask, await generate(client, ask))
@@ -205,12 +179,47 @@ def _pids(census: Census) -> set[tuple[str, int]]:
 
 
 def _line(census: Census, campaign: Campaign) -> str:
-    shown = [
-        f"{role} {census.figures[role, 'rss_mb']:.0f} MiB"
-        for role in ("orchestrator", "draft", "target", "redis")
-        if (role, "rss_mb") in census.figures
-    ]
+    held = {
+        role: census.figures.get((role, "rss_mb")) for role in ("orchestrator", "draft", "target", "redis")
+    }
+    shown = [f"{role} {mb:.0f} MiB" for role, mb in held.items() if mb is not None]
     if (keys := census.figures.get(("redis", "keys"))) is not None:
         shown.append(f"{keys:.0f} keys")
     counts = f"{sum(campaign.counts.values())} done, {campaign.num_wrong} wrong"
     return f"{census.at_s:6.0f} s, at rest after {census.rest_s:4.1f} s: {', '.join(shown)}; {counts}"
+
+
+def table(outcome: Outcome) -> str:
+    lines = [("who", "what", "first", "second third", "last third", "allowed", "rose in", "")]
+    for (role, measure), found in outcome.trends().items():
+        first = outcome.censuses[0].figures[role, measure]
+        numbers = (f"{first:.1f}", f"{found.before:.1f}", f"{found.after:.1f}", f"+{found.allowed:.1f}")
+        verdict = "GROWS" if found.grows else ""
+        lines.append((role, measure, *numbers, f"{found.share:.0%}", verdict))
+    complaints = outcome.complaints()
+    wrong = [f"WRONG ({len(complaints)}):", *complaints]
+    end = wrong if complaints else ["nothing grew, nothing differed"]
+    return "\n".join([columns(lines), "", outcome.campaign.table(), "", *end])
+
+
+def figures(outcome: Outcome, options: Options) -> dict[str, Any]:
+    return {
+        "options": {**asdict(options), "session_ttl_s": TTL_S},
+        "bounds": {name: asdict(bound) for name, bound in BOUNDS.items()},
+        "done": {f"{what}: {result}": count for (what, result), count in outcome.campaign.counts.items()},
+        "slowest_s": {what: round(seconds, 2) for what, seconds in outcome.slowest_s.items()},
+        "samples_again": outcome.num_again,
+        "trends": [
+            {"role": role, "measure": measure, **asdict(found), "grows": found.grows}
+            for (role, measure), found in outcome.trends().items()
+        ],
+        "censuses": [
+            {
+                "at_s": round(census.at_s, 1),
+                "rest_s": round(census.rest_s, 1),
+                **{f"{role}.{measure}": round(value, 2) for (role, measure), value in census.figures.items()},
+            }
+            for census in outcome.censuses
+        ],
+        "complaints": outcome.complaints(),
+    }

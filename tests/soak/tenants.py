@@ -91,9 +91,8 @@ class Tenants:
             kept = [one for one in stored_streams(store.path / "records") if f"_{name}_" in one.path.name]
             assert not kept, f"{name} withdrew: {store.path.name} has {kept}"
             for version in store.read().versions:
-                assert name not in version.tenants or version.status == "retired", (
-                    f"{name} withdrew: {version}"
-                )
+                is_over = name not in version.tenants or version.status == "retired"
+                assert is_over, f"{name} withdrew: {version}"
         own = folder.path / f"tenant-{name}"
         left = [path for path in own.rglob("*") if path.is_file() and path.name != "state.json"]
         assert not left, f"{name} withdrew: {left}"

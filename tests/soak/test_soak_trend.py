@@ -7,8 +7,7 @@ import pytest
 
 from tests.fuzz.campaign import Campaign
 from tests.soak.soak_census import Census
-from tests.soak.soak_report import figures, table
-from tests.soak.soak_run import Options, Outcome
+from tests.soak.soak_run import Options, Outcome, figures, table
 from tests.soak.trend import BOUNDS, Bound, trend
 
 BOUND = Bound(slack=4.0, per_hour=30.0)

@@ -53,10 +53,7 @@ BOUNDS = {
     # Lines of /metrics: a label that has a value for the first time adds a histogram of some fifteen lines.
     "series": Bound(slack=40.0),
     # What belongs to requests is nothing at rest, and so may not grow at all.
-    "sessions": Bound(slack=0.0),
-    "queued": Bound(slack=0.0),
-    "kv_mb": Bound(slack=0.0),
-    "running": Bound(slack=0.0),
+    **dict.fromkeys(("sessions", "queued", "kv_mb", "running"), Bound(slack=0.0)),
     # Keys without an expiry: the set of orchestrators, and the set of running sessions while there are any.
     "lasting_keys": Bound(slack=1.0),
 }

@@ -38,13 +38,8 @@ def make_adapter(
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, directory / "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": rank,
-        "lora_alpha": ALPHA,
-        "lora_dropout": 0.0,
-        "bias": "none",
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base)},
+        **{"r": rank, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none"},
         "target_modules": [*PROJECTIONS, *(WORDS if has_words else ())],
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))

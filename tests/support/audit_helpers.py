@@ -202,13 +202,21 @@ def _other_seed(body: Body) -> None:
     changed("seed", lambda seed: random.getrandbits(31))(body)
 
 
+@each_choice
+def _same_logprobs(choice: Body, first: Body) -> None:
+    choice["logprobs"] = first["logprobs"]
+
+
+@each_choice
+def _same_alternatives(choice: Body, first: Body) -> None:
+    if choice is not first and choice["logprobs"]:
+        for name in ("token_logprobs", "top_logprobs"):
+            choice["logprobs"][name] = (first["logprobs"] or {}).get(name)
+
+
 ALL, STREAMS, SEVERAL, LATER = "", "in streams", "with n", "for later choices"
-WAYS: dict[str, Body] = {
-    ALL: {},
-    STREAMS: {"where": streamed},
-    SEVERAL: {"where": several},
-    LATER: {"later": True},
-}
+WAYS: dict[str, Body] = {ALL: {}, LATER: {"later": True}}
+WAYS |= {STREAMS: {"where": streamed}, SEVERAL: {"where": several}}
 
 
 def ways(what: str, fault: Fault, *names: str) -> dict[str, Fault]:
@@ -217,6 +225,8 @@ def ways(what: str, fault: Fault, *names: str) -> dict[str, Fault]:
 
 
 _EQUAL_CHOICES = each_choice(lambda c, f: c.update({**f, "index": c["index"]}))
+_NINETEEN = each_list(lambda top: dict([*top.items()][:19]))
+_ROUNDED = each_list(lambda top: {token: round(lp, 3) for token, lp in top.items()})
 _NOT_GREEDY = Fault("greedy", lambda body: body.update(temperature=body["temperature"] or 0.3))
 
 FAULTS = {
@@ -259,26 +269,11 @@ MATRIX = {
     "stop says length": Fault("stop", answer=_reason("stop", "length")),
     **ways("prompt_tokens one too many", Fault("usage", answer=counted("prompt_tokens", 1)), ALL, STREAMS),
     **ways("completion_tokens one too few", Fault("usage", answer=counted("completion_tokens", -1)), STREAMS),
-    "completion_tokens of n are one too many": Fault(
-        "usage", answer=counted("completion_tokens", 1), where=several
-    ),
-    "log-probabilities of later choices are the first's": Fault(
-        "logprob-zero", answer=each_choice(lambda c, f: c.update(logprobs=f["logprobs"]))
-    ),
-    "alternatives of later choices are the first's": Fault(
-        "logprob-zero",
-        answer=each_choice(
-            lambda c, f: (c["logprobs"] or {}).update({} if c is f else _columns(f["logprobs"]))
-        ),
-    ),
-    **ways(
-        "19 alternatives",
-        Fault("logprob-zero", answer=each_list(lambda top: dict([*top.items()][:19]))),
-        *(ALL, STREAMS),
-    ),
-    "log-probabilities rounded in streams": Fault(
-        "stream", answer=each_list(lambda top: {k: round(v, 3) for k, v in top.items()}), where=streamed
-    ),
+    **ways("completion_tokens one too many", FAULTS["usage counts one more"], SEVERAL),
+    "log-probabilities of later choices are the first's": Fault("logprob-zero", answer=_same_logprobs),
+    "alternatives of later choices are the first's": Fault("logprob-zero", answer=_same_alternatives),
+    **ways("19 alternatives", Fault("logprob-zero", answer=_NINETEEN), ALL, STREAMS),
+    **ways("log-probabilities rounded", Fault("stream", answer=_ROUNDED), STREAMS),
     **ways("repetition_penalty ignored", Fault("penalties", without("repetition_penalty")), ALL, STREAMS),
     "frequency_penalty once only": Fault("penalties", _frequency_once),
     "penalties x 0.6": Fault("penalties", scaled(0.6)),
@@ -286,13 +281,9 @@ MATRIX = {
     **ways("presence_penalty ignored", Fault("penalties", without("presence_penalty")), SEVERAL),
     **ways("frequency_penalty ignored", Fault("penalties", without("frequency_penalty")), STREAMS),
     "small logit_bias ignored": Fault("bias", _small_bias),
-    "logit_bias halved": Fault(
-        "bias", changed("logit_bias", lambda held: {k: v / 2 for k, v in held.items()})
-    ),
+    "logit_bias halved": Fault("bias", changed("logit_bias", lambda all: {k: v / 2 for k, v in all.items()})),
     **ways("logit_bias ignored", FAULTS["bias ignored"], STREAMS, LATER),
-    **ways(
-        "finish_reason stop for length", Fault("max-tokens", answer=_reason("length", "stop")), ALL, STREAMS
-    ),
+    **ways("length says stop", Fault("max-tokens", answer=_reason("length", "stop")), ALL, STREAMS),
     **ways("max_tokens one more", FAULTS["one token too many"], SEVERAL, STREAMS),
     "max_tokens one less": Fault("max-tokens", changed("max_tokens", lambda m: max(1, m - 1))),
     **ways("min_tokens one less", Fault("min-tokens", changed("min_tokens", lambda m: m - 1)), ALL, STREAMS),
@@ -304,9 +295,7 @@ MATRIX = {
     "end of the prompt before the text in streams": Fault("stream", answer=_echoed, where=streamed),
     "temperature 5 % too low": _at_temperature(0.95),
     "2 % of tokens are the most likely ones": _at_temperature(0.0, share=0.02),
-    "temperature 0.9 of prompts over 40 characters": _at_temperature(
-        0.9, where=lambda body: len(body["prompt"]) > 40
-    ),
+    "temperature 0.9 of long prompts": _at_temperature(0.9, where=lambda body: len(body["prompt"]) > 40),
     "temperature 0.8 in streams": _at_temperature(0.8, where=streamed),
     "temperature 0.7 for later choices": _at_temperature(0.7, later=True),
     "temperature 0.8 under load": _at_temperature(0.8, at_once=3),
@@ -318,10 +307,6 @@ MATRIX = {
     "log-probabilities among those listed": Fault("law", answer=each_list(_normalised(1.0))),
 }
 """Found by its own check; others may fail as well."""
-
-
-def _columns(logprobs: Body | None) -> Body:
-    return {name: (logprobs or {}).get(name) for name in ("token_logprobs", "top_logprobs")}
 
 
 @dataclass

@@ -314,28 +314,16 @@ def make_cycle(
     other: float,
     timing: VerifyTiming | None = None,
     is_first: bool = False,
-    draft_failed: bool = False,
     started: float = 0.0,
 ) -> Cycle:
-    """Return a cycle from times in units; one that failed to draft has no levels."""
+    """Return a cycle from times in units."""
     accepted = sum(rank >= 0 for _, rank in levels)
+    origins = (TokenOrigin.ACCEPTED,) * accepted + (TokenOrigin.BONUS,)
+    counts = {"num_drafted": num_nodes, "num_tested": len(levels), "num_accepted": accepted}
+    tokens = {"token_ids": (0,) * (accepted + 1), "origins": origins, "logprobs": (), "text": ""}
+    times = {"draft_s": draft, "verify_s": verify, "total_s": draft + verify + other, "started": started}
     return Cycle(
-        gamma=shape.depth,
-        num_drafted=0 if draft_failed else num_nodes,
-        num_tested=len(levels),
-        num_accepted=accepted,
-        token_ids=(0,) * (accepted + 1),
-        origins=(TokenOrigin.ACCEPTED,) * accepted + (TokenOrigin.BONUS,),
-        logprobs=(),
-        text="",
-        finish_reason=None,
-        draft_s=draft * UNIT_S,
-        verify_s=verify * UNIT_S,
-        total_s=(draft + verify + other) * UNIT_S,
-        is_first=is_first,
-        draft_failed=draft_failed,
-        shape=shape,
-        levels=tuple(levels),
-        timing=timing,
-        started=started * UNIT_S,
+        **{"gamma": shape.depth, "shape": shape, "levels": tuple(levels)},
+        **{"timing": timing, "is_first": is_first, "finish_reason": None, "draft_failed": False},
+        **{**counts, **tokens, **{name: units * UNIT_S for name, units in times.items()}},
     )

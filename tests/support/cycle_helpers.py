@@ -113,17 +113,9 @@ def make_session(
     temperature: float = 1.0,
     num_top_logprobs: int | None = None,
 ) -> Session:
-    return Session(
-        session_id="s",
-        prompt=PROMPT,
-        params=SamplingParams(temperature=temperature, seed=1),
-        method=method,
-        max_tokens=max_tokens,
-        text=Detokenizer(LetterTokenizer(), PROMPT, stop),
-        eos_token_ids=frozenset(eos),
-        stop_token_ids=frozenset(stop_token_ids),
-        num_top_logprobs=num_top_logprobs,
-    )
+    params = SamplingParams(temperature=temperature, seed=1)
+    text, ends = Detokenizer(LetterTokenizer(), PROMPT, stop), (frozenset(eos), frozenset(stop_token_ids))
+    return Session("s", PROMPT, params, method, max_tokens, text, *ends, num_top_logprobs)
 
 
 def perfect_drafter(target: ScriptedTarget) -> FunctionDrafter:

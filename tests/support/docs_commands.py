@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "helm" / "gammaray" / "README.md"]
 
+FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 HERE = r"gammaray keys\b"
 """Run as they stand, in a folder of their own."""
 RENDERED = r"helm (install|upgrade|diff upgrade|template) "
@@ -61,17 +62,16 @@ class Block:
 def blocks() -> list[Block]:
     found = []
     for page in PAGES:
-        for language, text in re.findall(
-            r"^ *```(\w*)\n(.*?)^ *```", page.read_text(), re.MULTILINE | re.DOTALL
-        ):
+        for language, text in FENCED.findall(page.read_text()):
             if language == "console":
                 lines = _joined(text)
             elif not language:
                 lines = [line for line in text.splitlines() if line.startswith(("gammaray ", "python -m "))]
             else:
                 continue
-            if lines:
-                found.append(Block(str(page.relative_to(ROOT)), text, tuple(map(_without_comment, lines))))
+            cleaned = [re.sub(r"\s{2,}# .*$", "", line).rstrip() for line in lines]
+            if cleaned:
+                found.append(Block(str(page.relative_to(ROOT)), text, tuple(cleaned)))
     return found
 
 
@@ -100,7 +100,3 @@ def _is_closed(command: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _without_comment(command: str) -> str:
-    return re.sub(r"\s{2,}# .*$", "", command).rstrip()

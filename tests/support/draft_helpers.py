@@ -90,9 +90,8 @@ class TableEngine:
                 cache.tree_tokens.append(token_id)
                 cache.tree_parents.append(feed.parents[index - num_chain])
                 slot = cache.num_slots - 1
-                path = path_tokens(
-                    cache.tokens, cache.tree_tokens, cache.tree_parents, len(cache.tree_tokens) - 1
-                )
+                last = len(cache.tree_tokens) - 1
+                path = path_tokens(cache.tokens, cache.tree_tokens, cache.tree_parents, last)
             # What attention would see: the marks of all the slots on the path must be in place.
             before, expected = self._slots(cache, slot)[:-1], marks(path)
             assert cache.data[0, 0, :, 0][before].tolist() == expected[:-1]
@@ -203,9 +202,8 @@ class Drafter:
         eos: tuple[int, ...] = (),
         session_id: str = "s",
     ) -> ProposeTask:
-        session = Session(
-            tokens[:prompt_length], params or SamplingParams(seed=5), method, eos, name=session_id
-        )
+        params = params or SamplingParams(seed=5)
+        session = Session(tokens[:prompt_length], params, method, eos, name=session_id)
         session.tokens = list(tokens)
         return draft_task(session, gamma, max_nodes)
 

@@ -22,31 +22,16 @@ LIMITS = Limits(max_batch_tokens=1024, prefill_chunk=256)
 MAX_CONTEXT = 128
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": MAX_CONTEXT,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+    **{"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_CONTEXT},
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
 _MLA: dict[str, Any] = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+    **{"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
 }
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -64,11 +49,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
         "gemma2",
         {
-            "sliding_window": 8,
-            "layer_types": _LAYER_TYPES,
-            "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 5.0,
-            "query_pre_attn_scalar": 8,
+            **{"sliding_window": 8, "layer_types": _LAYER_TYPES, "query_pre_attn_scalar": 8},
+            **{"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
         },
     ),
     "gemma3": ("gemma3_text", {"sliding_window": 8, "layer_types": _LAYER_TYPES, "query_pre_attn_scalar": 8}),
@@ -80,11 +62,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "gpt_oss",
         {
-            "intermediate_size": 32,
-            "sliding_window": 8,
-            "layer_types": _LAYER_TYPES,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **{"sliding_window": 8, "layer_types": _LAYER_TYPES},
+            **{"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
@@ -99,22 +78,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {
             "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            **{"num_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+            **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
         },
     ),
     "llama4": (
         "llama4_text",
         {
-            "intermediate_size_mlp": 48,
-            "num_local_experts": 2,
-            "attention_chunk_size": 16,
+            **{"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 16},
             "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
         },
     ),
@@ -159,9 +132,8 @@ def tiny_model(
 
 def plain_model(directory: Path) -> PreTrainedModel:
     """Load the directory as transformers does it, float32 with eager attention: the reference."""
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
 
 @torch.no_grad()
@@ -175,14 +147,9 @@ def batched_engine(directory: Path, *, dtype: str = "float32") -> Engine:
     loaded = load_model(str(directory), device="cpu", dtype=dtype)
     layout = probe_model(loaded)
     shape = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
-    return Engine(
-        TransformersRunner(loaded, layout, batched=True),
-        shape,
-        1 << 26,
-        model_name=str(directory),
-        vocab_size=layout.vocab_size,
-        max_context=loaded.max_context,
-    )
+    runner = TransformersRunner(loaded, layout, batched=True)
+    sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
+    return Engine(runner, shape, 1 << 26, model_name=str(directory), **sizes)
 
 
 @torch.no_grad()
@@ -263,11 +230,7 @@ class CheckedEngine:
 
 
 def chained(
-    ours: Engine,
-    theirs: Engine,
-    noise: torch.Tensor | None = None,
-    scale: float = 1.25,
-    first: Sequence[int] = (5,),
+    ours: Engine, theirs: Engine, noise: torch.Tensor | None = None, first: Sequence[int] = (5,)
 ) -> list[int]:
     """Draft a chain in one call and, on an engine of the same model, token by token: the bits are equal.
 
@@ -275,9 +238,9 @@ def chained(
         ours: Drafts in one call.
         theirs: Drafts token by token.
         noise: Of six forwards.
-        scale: One over the temperature.
         first: The tokens of the first forward.
     """
+    scale = 1.25  # one over the temperature
     for engine in (ours, theirs):
         engine.step([SequenceInput("a", 0, random_tokens(20, 1), 1)])
     token_ids, logits = ours.chain(SequenceInput("a", 20, [*first, *[5] * 5], 6), noise, scale=scale)

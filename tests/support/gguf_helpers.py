@@ -25,10 +25,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 128},
     "gemma2": {
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 256,
-        "layer_types": None,
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        **{"query_pre_attn_scalar": 256, "layer_types": None},
     },
     "gemma3": {"query_pre_attn_scalar": 256, "layer_types": None},
     "phi3": {"sliding_window": None},

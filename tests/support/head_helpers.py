@@ -52,31 +52,21 @@ def as_official(folder: Path) -> Path:
     return changed("llama", folder, config, weights)
 
 
-def bigram_target(
-    folder: Path, vocab_size: int = 97, scale: float = 3.0, head_dim: int = 8, max_positions: int = 256
-) -> Path:
+def bigram_target(folder: Path, head_dim: int = 8, max_positions: int = 256) -> Path:
     """Write a target whose next token depends on its last token only: its layers add nothing."""
+    vocab_size = 97
     torch.manual_seed(11)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=max_positions,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-    )
+    sizes = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
+    others = {"max_position_embeddings": max_positions, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    config = AutoConfig.for_model("llama", **sizes, **heads, **others)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
         layer.mlp.down_proj.weight.data.zero_()
     rows = torch.randn(vocab_size, 32)
     model.model.embed_tokens.weight.data = rows / rows.square().mean(-1, keepdim=True).sqrt()
-    model.lm_head.weight.data = torch.randn(vocab_size, 32) * scale / 32**0.5
+    model.lm_head.weight.data = torch.randn(vocab_size, 32) * 3.0 / 32**0.5
     model.save_pretrained(folder)
     return folder
 

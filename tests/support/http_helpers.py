@@ -7,31 +7,15 @@ import httpx
 from orchestrator.api.http.server.app import create_app
 from tests.support.surface_helpers import SUMMARY
 
+SUMMED = ("cycles", "tokens_per_cycle", "alpha", "acceptance_rate")
+SUMMED += ("gamma_mean", "drafted_tokens", "accepted_tokens")
 GAMMARAY = {
-    "session_id": "s0",
-    "seed": 0,
-    "cycles": SUMMARY.cycles,
-    "tokens_per_cycle": SUMMARY.tokens_per_cycle,
-    "alpha": SUMMARY.alpha,
-    "acceptance_rate": SUMMARY.acceptance_rate,
-    "accepted_lengths": [1, 1],
-    "gamma_mean": SUMMARY.gamma_mean,
-    "drafted_tokens": SUMMARY.drafted_tokens,
-    "accepted_tokens": SUMMARY.accepted_tokens,
-    "origins": ["accepted"] * 3,
-    "token_ids": [1, 2, 3],
+    **{"session_id": "s0", "seed": 0},
+    **{name: getattr(SUMMARY, name) for name in SUMMED},
+    **{"accepted_lengths": [1, 1], "origins": ["accepted"] * 3, "token_ids": [1, 2, 3]},
     "time_ms": {"draft": 1.0, "verify": 2.0, "other": 0.5, "total": 3.5},
-    "speedup_estimate": None,
-    "cycles_by_drafter": {
-        "model": 1,
-        "head": 0,
-        "suffix": 0,
-        "prediction": 0,
-        "grammar": 0,
-        "none": 0,
-    },
-    "fallback_cycles": 1,
-    "draft_workers": 1,
+    "cycles_by_drafter": {"model": 1, "head": 0, "suffix": 0, "prediction": 0, "grammar": 0, "none": 0},
+    **{"fallback_cycles": 1, "draft_workers": 1, "speedup_estimate": None},
 }
 CHAT = [{"role": "user", "content": "hi"}]
 

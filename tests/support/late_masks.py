@@ -114,9 +114,7 @@ class LateMasks:
         gate.set()
         assert len(steps_until(scheduler, lambda replies: len(replies) == len(slow))) == len(slow)
 
-    @pytest.mark.parametrize(
-        "fields", [{}, {"temperature": 0, "presence_penalty": 0.4}], ids=["sampled", "greedy"]
-    )
+    @pytest.mark.parametrize("fields", [{}, {"temperature": 0, "presence_penalty": 0.4}], ids=str)
     @pytest.mark.parametrize("asked", [{}, {"num_top_logprobs": 3}, {"num_prompt_logprobs": 2}], ids=str)
     def test_late_masks_change_no_verdict(self, scheduler, gate, fields, asked):
         def verdicts(*, is_late):

@@ -90,28 +90,16 @@ def new_head(folder: Path, target: Path, num_outputs: int = 97) -> Path:
     return folder
 
 
-def draft_model(folder: Path, target: Path, noise: float = 0.0, seed: int = 0) -> Path:
-    """Write a draft model that predicts a bigram target exactly but for noise in all of its weights."""
+def draft_model(folder: Path, target: Path) -> Path:
+    """Write a draft model that predicts a bigram target exactly."""
     module = load_model(str(target), device="cpu", dtype="float32").module
-    draft = TrainableDraft(module, (0, 1), torch.arange(97))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for one in draft.parameters():
-            one += noise * torch.randn(one.shape, generator=generator)
-    draft.save(folder, _described(target), "bigram", {})
+    TrainableDraft(module, (0, 1), torch.arange(97)).save(folder, _described(target), "bigram", {})
     return folder
 
 
 def version(number: int, parent: int = 0, tenants: Sequence[str] = ("",)) -> Version:
-    return Version(
-        number=number,
-        parent=parent,
-        created_at=datetime(2026, 1, 1, tzinfo=timezone.utc),
-        tenants=dict.fromkeys(tenants, 0),
-        tokens=100,
-        expected=1.0,
-        parent_expected=0.9,
-    )
+    given = {"created_at": datetime(2026, 1, 1, tzinfo=timezone.utc), "tenants": dict.fromkeys(tenants, 0)}
+    return Version(number=number, parent=parent, **given, tokens=100, expected=1.0, parent_expected=0.9)
 
 
 def publish(store: DrafterFolder, weights: Path | None = None, **fields: object) -> Version | None:
@@ -159,10 +147,10 @@ def end(run: Run, *, forgets: bool = False) -> None:
     run.scheduler.release([Release(run.name, forgets=forgets)])
 
 
-def serve_until(scheduler: Any, condition: Callable[[], bool], first: int = 1000) -> None:
+def serve_until(scheduler: Any, condition: Callable[[], bool]) -> None:
     """Serve short sessions until a condition holds, at most a minute."""
     ends = time.monotonic() + 60
-    for seed in range(first, first + 10_000):
+    for seed in range(1000, 11_000):
         if condition() or time.monotonic() > ends:
             break
         run = begin(scheduler, seed)

@@ -99,13 +99,18 @@ class ScriptedNoise:
         return self.independent[start : start + count]
 
 
-def rows_of(model: TinyModel, context: Context, proposal: Proposal) -> Tensor:
-    """Return the model's log-probabilities for verify, [len(proposal) + 1, vocab_size] float64."""
+def paths_of(context: Context, proposal: Proposal) -> list[Context]:
+    """Return the tokens up to the root and each node of a proposal."""
     paths = [context]
     for node, token_id in enumerate(proposal.token_ids):
         parent = node - 1 if proposal.parents is None else proposal.parents[node]
         paths.append((*paths[parent + 1], token_id))
-    return model.log_probs(paths)
+    return paths
+
+
+def rows_of(model: TinyModel, context: Context, proposal: Proposal) -> Tensor:
+    """Return the model's log-probabilities for verify, [len(proposal) + 1, vocab_size] float64."""
+    return model.log_probs(paths_of(context, proposal))
 
 
 def assert_draws_from(draw: Callable[[Tensor], int], weights: Sequence[float]) -> None:
@@ -154,12 +159,8 @@ def chain_proposals(
     distribution = shipped(context)
     for token_id, prob in drawn_tokens(distribution).items():
         for rest_prob, rest in chain_proposals(shipped, (*context, token_id), gamma - 1):
-            yield (
-                prob * rest_prob,
-                Proposal(
-                    (token_id, *rest.token_ids), None, (distribution, *(rest.draft_distributions or ()))
-                ),
-            )
+            distributions = (distribution, *(rest.draft_distributions or ()))
+            yield prob * rest_prob, Proposal((token_id, *rest.token_ids), None, distributions)
 
 
 def rejection_distribution(target: TinyModel, context: Context, proposal: Proposal) -> Distribution:
@@ -326,9 +327,7 @@ def completed(distribution: Distribution, target: TinyModel, context: Context, l
         if len(tokens) >= length:
             done[tokens[:length]] += prob
             continue
-        todo += [
-            ((*tokens, v), prob * p) for v, p in enumerate(target.distribution(context + tokens)) if p > 0
-        ]
+        todo += [((*tokens, v), prob * p) for v, p in enumerate(target.distribution(context + tokens)) if p]
     return done
 
 

@@ -14,9 +14,9 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.verification.rules import verify
 from tests.support.drafting_helpers import propose_token
+from tests.support.maths_helpers import Context, paths_of
 from tests.support.processing_helpers import processed
 
-Context = tuple[int, ...]
 Drafter = Callable[["Speculator", Context], Proposal]
 BITS = 10
 
@@ -63,18 +63,10 @@ class Speculator:
         """Return the processed rows of a model after `context` and the nodes of a proposal."""
         key = (model is self.target, context, proposal.token_ids, proposal.parents)
         if key not in self.known:
-            paths = [context]
-            for node, token_id in enumerate(proposal.token_ids):
-                parent = node - 1 if proposal.parents is None else proposal.parents[node]
-                paths.append((*paths[parent + 1], token_id))
-            rows = processed(
-                torch.stack([model.logits(path) for path in paths]),
-                self.params,
-                prompt=context[: len(self.prompt)],
-                output=context[len(self.prompt) :],
-                proposal=proposal,
-                eos_token_ids=self.eos,
-            )
+            logits = torch.stack([model.logits(path) for path in paths_of(context, proposal)])
+            size = len(self.prompt)
+            given = {"prompt": context[:size], "output": context[size:], "proposal": proposal}
+            rows = processed(logits, self.params, **given, eos_token_ids=self.eos)
             self.known[key] = _moved(rows, self.bias) if model is self.target else rows
         return self.known[key]
 
@@ -87,9 +79,8 @@ class Speculator:
             )
             tokens.append(token_id)
             distributions.append(distribution)
-        return Proposal(
-            tuple(tokens), None, tuple(distributions) if distributions and distributions[0] else None
-        )
+        are_sampled = bool(distributions) and distributions[0] is not None
+        return Proposal(tuple(tokens), None, tuple(distributions) if are_sampled else None)
 
     def cycle(self, context: Context, proposal: Proposal) -> Context:
         """Verify a proposal and return the emitted tokens."""
@@ -144,9 +135,8 @@ def g_test(counts: Sequence[int], distribution: Sequence[float]) -> float:
     small = [index for index, prob in enumerate(distribution) if prob * total < 5]
     large = [index for index, prob in enumerate(distribution) if prob * total >= 5]
     observed = [counts[index] for index in large] + [sum(counts[index] for index in small)]
-    expected = [distribution[index] * total for index in large] + [
-        sum(distribution[index] for index in small) * total
-    ]
+    expected = [distribution[index] * total for index in large]
+    expected.append(sum(distribution[index] for index in small) * total)
     pairs = [(o, e) for o, e in zip(observed, expected, strict=True) if e > 0]
     g = 2 * math.fsum(o * math.log(o / e) for o, e in pairs if o)
     return float(stats.chi2.sf(g, len(pairs) - 1))

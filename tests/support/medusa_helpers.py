@@ -48,7 +48,6 @@ def write_vllm(folder: Path, weights: dict[str, Tensor], **changes: Any) -> Path
             named[key] = tensor
     save_file(named, folder / "model.safetensors")
     stored = {**VLLM, "num_hidden_layers": LAYERS, "medusa_fc_bias": True, **changes}
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in stored.items() if value is not None})
-    )
+    given = {key: value for key, value in stored.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(given))
     return folder

@@ -72,12 +72,12 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 @contextmanager
-def receiving(port: int = 0) -> Iterator[tuple[str, Receiver]]:
-    """Run a receiver on a loopback port, 0 for a free one; yields OTEL_EXPORTER_OTLP_ENDPOINT and itself."""
+def receiving() -> Iterator[tuple[str, Receiver]]:
+    """Run a receiver on a free loopback port; yields OTEL_EXPORTER_OTLP_ENDPOINT and itself."""
     server = grpc.server(ThreadPoolExecutor(2), options=(("grpc.max_receive_message_length", 64 * 2**20),))
     receiver = Receiver()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    bound = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
         yield f"http://127.0.0.1:{bound}", receiver
@@ -90,17 +90,11 @@ def _spans(request: pb.ExportTraceServiceRequest) -> Iterator[ReceivedSpan]:
         resource = _attributes(resource_spans.resource.attributes)
         for scope_spans in resource_spans.scope_spans:
             for span in scope_spans.spans:
+                ids = (one.hex() for one in (span.trace_id, span.span_id, span.parent_span_id))
+                times = span.start_time_unix_nano, span.end_time_unix_nano
+                has_failed, attributes = span.status.code == 2, _attributes(span.attributes)
                 yield ReceivedSpan(
-                    name=span.name,
-                    kind=KINDS[span.kind],
-                    trace_id=span.trace_id.hex(),
-                    span_id=span.span_id.hex(),
-                    parent_id=span.parent_span_id.hex(),
-                    start_ns=span.start_time_unix_nano,
-                    end_ns=span.end_time_unix_nano,
-                    is_error=span.status.code == 2,
-                    attributes=_attributes(span.attributes),
-                    resource=resource,
+                    span.name, KINDS[span.kind], *ids, *times, has_failed, attributes, resource
                 )
 
 

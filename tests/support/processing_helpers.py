@@ -15,6 +15,7 @@ from gammaray.grammar.matcher import GrammarCompiler
 from gammaray.types import Proposal, SamplingParams
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import processed_log_probs
+from tests.support.maths_helpers import paths_of
 
 TOKENS = ("<eos>", "b", "a", "<eot>", "c", "ba", "bc", "ab", "cc", "ac", "1", "bb")
 """The first tokens of the vocabulary of `GRAMMAR`; no other ones are in its texts."""
@@ -52,9 +53,8 @@ def follows_grammar(output: Sequence[int], token_id: int, eos: Sequence[int]) ->
 
 
 def _is_possible(text: str, token_id: int) -> bool:
-    return (
-        token_id < len(TOKENS) and set(TOKENS[token_id]) <= set("abc") and "cc" not in text + TOKENS[token_id]
-    )
+    is_of_text = token_id < len(TOKENS) and set(TOKENS[token_id]) <= set("abc")
+    return is_of_text and "cc" not in text + TOKENS[token_id]
 
 
 def processed(
@@ -77,14 +77,8 @@ def processed(
 
 
 def path_of(proposal: Proposal, row: int) -> list[int]:
-    """Return the tokens from the root to a row, one parent at a time."""
-    tokens = []
-    while row > 0:
-        node = row - 1
-        tokens.insert(0, proposal.token_ids[node])
-        parent = node - 1 if proposal.parents is None else proposal.parents[node]
-        row = parent + 1
-    return tokens
+    """Return the tokens from the root to a row."""
+    return list(paths_of((), proposal)[row])
 
 
 def save_small_tokenizer(directory: Path) -> Path:

@@ -35,48 +35,22 @@ NO_RETRY = RetryPolicy(max_attempts=1)
 FAST_RETRY = RetryPolicy(max_attempts=4, initial_delay_s=0.01)
 
 SUMMARY = SpeculationSummary(
-    cycles=3,
-    tokens_per_cycle=2.0,
-    alpha=0.75,
-    acceptance_rate=0.5,
-    accepted_lengths=(1, 1, 1),
-    gamma_mean=2.5,
-    draft_ms=10.0,
-    verify_ms=30.0,
-    other_ms=10.0,
-    total_ms=50.0,
-    speedup_estimate=1.5,
-    drafted_tokens=6,
-    accepted_tokens=3,
+    **{"cycles": 3, "tokens_per_cycle": 2.0, "alpha": 0.75, "acceptance_rate": 0.5, "gamma_mean": 2.5},
+    **{"accepted_lengths": (1, 1, 1), "drafted_tokens": 6, "accepted_tokens": 3},
+    **{"draft_ms": 10.0, "verify_ms": 30.0, "other_ms": 10.0, "total_ms": 50.0, "speedup_estimate": 1.5},
 )
 USAGE = Usage(
-    prompt_tokens=4,
-    completion_tokens=6,
-    accepted_prediction_tokens=3,
-    rejected_prediction_tokens=1,
-    cached_tokens=2,
+    **{"prompt_tokens": 4, "completion_tokens": 6, "cached_tokens": 2},
+    **{"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 1},
 )
 PROCESSES = [
     ProcessStatus(
-        "orchestrator",
-        11,
-        "127.0.0.1:1",
-        "demo",
-        True,
-        2,
+        *("orchestrator", 11, "127.0.0.1:1", "demo", True, 2),
         version=__version__,
         unusable=("target 127.0.0.1:9: Connection refused",),
     ),
     ProcessStatus(
-        "target",
-        12,
-        "127.0.0.1:2",
-        "demo",
-        True,
-        2,
-        kernel="x86-64-v4",
-        version="0.0.9",
-        clock_offset_s=7.25,
+        "target", 12, "127.0.0.1:2", "demo", True, 2, kernel="x86-64-v4", version="0.0.9", clock_offset_s=7.25
     ),
     ProcessStatus("draft", 13, "127.0.0.1:3", "demo", False, 0, kernel="none: no C compiler"),
 ]

@@ -33,6 +33,7 @@ SUMMARY = SpeculationSummary(
     accepted_tokens=1,
 )
 PIECES = (b"caf", b"\xc3", b"\xa9")
+Messages = Sequence[Mapping[str, Any]]
 MESSAGES_ONLY = ChatFormat("messages only")
 
 
@@ -148,26 +149,17 @@ class ScriptedBackend:
     def _chunk(self, request: GenerationRequest, pieces: Sequence[bytes], number: int, piece: bytes) -> Chunk:
         done = b"".join(pieces[:number]).decode("utf-8", "ignore")
         text = b"".join(pieces[: number + 1]).decode("utf-8", "ignore")[len(done) :]
-        top = tuple(
-            TopLogprob(rank, -1.0 - rank, b"t%d" % rank) for rank in range(request.num_top_logprobs or 0)
-        )
+        ranks = range(request.num_top_logprobs or 0)
+        top = tuple(TopLogprob(rank, -1.0 - rank, b"t%d" % rank) for rank in ranks)
         logprob = None if request.num_top_logprobs is None else -0.5
         token = EmittedToken(number + 1, TokenOrigin.ACCEPTED, piece, logprob, top, DrafterKind.SUFFIX)
         last = number == len(pieces) - 1
         reason = FinishReason.LENGTH if request.max_tokens <= len(self._pieces) else FinishReason.STOP
-        return Chunk(
-            session_id=request.session_id or f"s{request.sampling.sample_index}",
-            text=text,
-            tokens=(token,),
-            seed=request.sampling.seed or 0,
-            finish_reason=reason if last else None,
-            usage=Usage(5, len(pieces), 2, 1, 3) if last else None,
-            summary=SUMMARY if last else None,
-            offset=number,
-            turn=request.turn,
-            prompt_tokens=5,
-            prompt_logprobs=self._prompt_logprobs(request) if number == 0 else None,
-        )
+        name = request.session_id or f"s{request.sampling.sample_index}"
+        end = (reason, Usage(5, len(pieces), 2, 1, 3), SUMMARY) if last else (None, None, None)
+        place = {"offset": number, "turn": request.turn, "prompt_tokens": 5}
+        first = {"prompt_logprobs": self._prompt_logprobs(request)} if number == 0 else {}
+        return Chunk(name, text, (token,), request.sampling.seed or 0, *end, **place, **first)
 
     def _prompt_logprobs(self, request: GenerationRequest) -> PromptLogprobs | None:
         """Tell of each token but the first -n / 10, rank 2, and as alternatives its neighbours."""
@@ -215,9 +207,7 @@ class ScriptedBackend:
     def token_bytes(self, token_id: int) -> bytes:
         return b"<%d>" % token_id
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+    def render_chat(self, messages: Messages, tools: Messages = ()) -> str:
         if messages[0]["role"] == "assistant":
             raise InvalidArgumentError("messages", "an assistant first", "a user first")
         told = "".join(f"tool: {tool['function']['name']}\n" for tool in tools)

@@ -16,13 +16,8 @@ DEADLINE_S = 10.0
 """For threads to end, on a machine that is busy."""
 
 OF_THE_PROCESS = (
-    "gammaray-cpu",
-    "gammaray-parser",
-    "gammaray-compiler",
-    "gammaray-client",
-    "tqdm_monitor",
-    "pytest_timeout",
-    "execnet",
+    *("gammaray-cpu", "gammaray-parser", "gammaray-compiler", "gammaray-client"),
+    *("tqdm_monitor", "pytest_timeout", "execnet"),
 )
 """Beginnings of names of threads that are started once and serve every later test."""
 

@@ -20,9 +20,8 @@ def http_front(pki=None, files=None, *, mutual: bool = False, backend=None) -> I
     if mutual:
         tls |= {"ssl_ca_certs": str(pki.ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
     app = create_app(backend or ScriptedBackend())
-    server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical", lifespan="off", **tls)
-    )
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical", lifespan="off", **tls)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 30

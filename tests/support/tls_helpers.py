@@ -113,14 +113,6 @@ def _builder(
 
 
 def _usage(*, is_authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=True,
-        content_commitment=False,
-        key_encipherment=not is_authority,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=is_authority,
-        crl_sign=is_authority,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    never = ("content_commitment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only")
+    signs = {"digital_signature": True, "key_cert_sign": is_authority, "crl_sign": is_authority}
+    return x509.KeyUsage(key_encipherment=not is_authority, **signs, **dict.fromkeys(never, False))

@@ -24,6 +24,7 @@ from orchestrator.api.http.tools.parser import (
 from orchestrator.text.chat import ChatFormat, chat_format, render
 from orchestrator.text.controls import ChatPrompt, Encoder
 
+Messages = Sequence[Mapping[str, Any]]
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "unit": {"enum": ["c", "f"]}},
@@ -131,12 +132,8 @@ XML_RESPONSE = {
 }
 
 ADDED = {
-    "<tool_call>": False,
-    "</tool_call>": False,
-    "<think>": False,
-    "</think>": False,
-    "<|python_tag|>": True,
-    "[TOOL_CALLS]": True,
+    **dict.fromkeys(("<tool_call>", "</tool_call>", "<think>", "</think>"), False),
+    **dict.fromkeys(("<|python_tag|>", "[TOOL_CALLS]"), True),
 }
 """Tokens of the families; whether they are special."""
 
@@ -168,9 +165,8 @@ STRICT = """{%- for message in messages %}
 def raw_tokenizer(added: Mapping[str, bool]) -> RawTokenizer:
     tokenizer = RawTokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
     for text, special in added.items():
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(
-            [AddedToken(text, special=special)]
-        )
+        add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+        add([AddedToken(text, special=special)])
     return tokenizer
 
 
@@ -184,9 +180,7 @@ class TemplateModel:
         self.tokenizer.response_template = response_template
         self.chat_format = chat_format(self.tokenizer)
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+    def render_chat(self, messages: Messages, tools: Messages = ()) -> str:
         return render(self.tokenizer, messages, tools, self.chat_format.roles)
 
     def encode_marked(self, prompt: ChatPrompt) -> tuple[int, ...]:
@@ -244,9 +238,8 @@ def assembled(events: Iterable[CallEvent]) -> tuple[str, list[tuple[str, str, st
                 assert index == len(begun) - 1
                 assert index not in ended
                 ended[index] = is_whole
-    return "".join(text), [
-        (call.call_id, call.name, arguments[call.index], ended[call.index]) for call in begun
-    ]
+    calls = [(call.call_id, call.name, arguments[call.index], ended[call.index]) for call in begun]
+    return "".join(text), calls
 
 
 def plan_text(plan: CallPlan, calls: Iterable[tuple[str, str]]) -> str:

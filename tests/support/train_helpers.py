@@ -20,17 +20,10 @@ def make_task(folder: Path, prompts: tuple[str, ...] = PROMPTS * 6, **changes: A
     file = folder / "prompts.json"
     file.write_text(json.dumps(prompts))
     given = {
-        "target": str(TARGET_DIR),
-        "out": str(folder / "drafter"),
-        "work": str(folder / "work"),
-        "prompts": str(file) if prompts else "",
-        "chat": False,
-        "draft_vocab": 512,
-        "tokens": 2500,
-        "max_tokens": 48,
-        "train_tokens": 256,
-        "steps_per_report": 15,
-        "threads": 1,
+        **{"target": str(TARGET_DIR), "prompts": str(file) if prompts else "", "chat": False},
+        **{"out": str(folder / "drafter"), "work": str(folder / "work")},
+        **{"draft_vocab": 512, "tokens": 2500, "max_tokens": 48, "train_tokens": 256},
+        **{"steps_per_report": 15, "threads": 1},
     }
     return TrainTask(**given | changes)
 

@@ -136,12 +136,8 @@ def mtp_target(folder: Path) -> Path:
     weights["model.mtp_layers.0.input_proj.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], 1)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     changes = {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "qwen2",
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": size,
-        "num_nextn_predict_layers": 1,
+        **{"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1},
+        **{"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": size},
     }
     (folder / "config.json").write_text(json.dumps({**stored, **changes}))
     return folder

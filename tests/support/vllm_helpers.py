@@ -49,23 +49,25 @@ class Session:
             self.params, self.method, len(self.prompt), self.eos_token_ids, self.salt, self.adapter
         )
 
-    def block(self, proposal: Proposal | Sequence[int] = NOTHING, **changes: Any) -> VerifyTask:
-        """Return the next block: the tokens that the worker lacks, and a proposal."""
-        proposal = proposal if isinstance(proposal, Proposal) else Proposal(tuple(proposal))
-        fields: dict[str, Any] = {
+    def fields(self, start: int) -> dict[str, Any]:
+        """Return what every block has that brings the tokens from a position on."""
+        return {
             "request_id": next(_request_ids),
             "session_id": self.name,
             "epoch": self.epoch,
             "base_position": len(self.tokens),
-            "context_start": self.held,
-            "context": self.tokens[self.held :],
-            "spec": self.spec() if self.held == 0 else None,
+            "context_start": start,
+            "context": self.tokens[start:],
+            "spec": self.spec() if start == 0 else None,
             "deadline": math.inf,
             "deliver": lambda task, reply: None,
-            "proposal": proposal,
-            "num_top_logprobs": None,
         }
-        return VerifyTask(**{**fields, **changes})
+
+    def block(self, proposal: Proposal | Sequence[int] = NOTHING, **changes: Any) -> VerifyTask:
+        """Return the next block: the tokens that the worker lacks, and a proposal."""
+        proposal = proposal if isinstance(proposal, Proposal) else Proposal(tuple(proposal))
+        own = {"proposal": proposal, "num_top_logprobs": None}
+        return VerifyTask(**{**self.fields(self.held), **own, **changes})
 
     def take(self, task: VerifyTask, reply: Reply) -> Verdict:
         verdict = reply.outcome
@@ -93,11 +95,9 @@ def answers(scheduler: Any, tasks: Sequence[VerifyTask | ProposeTask]) -> list[R
     raise AssertionError(f"{len(tasks) - len(replies)} blocks without an answer after {MAX_STEPS} steps")
 
 
-def ask(
-    scheduler: Any, session: Session, proposal: Proposal | Sequence[int] = NOTHING, **changes: Any
-) -> Any:
+def ask(scheduler: Any, session: Session, proposal: Proposal | Sequence[int] = NOTHING, **more: Any) -> Any:
     """Serve one block; return its verdict, which is committed, or what came instead of one."""
-    task = session.block(proposal, **changes)
+    task = session.block(proposal, **more)
     (reply,) = answers(scheduler, [task])
     if isinstance(reply.outcome, NeedTokens | GammarayError):
         return reply.outcome
@@ -174,8 +174,8 @@ def references(reference: Any, sessions: Sequence[Session], num_tokens: int) -> 
     return outputs
 
 
-def outcomes(replies: Mapping[Any, Reply] | Sequence[Reply]) -> list[Any]:
-    return [reply.outcome for reply in (replies.values() if isinstance(replies, Mapping) else replies)]
+def outcomes(replies: Sequence[Reply]) -> list[Any]:
+    return [reply.outcome for reply in replies]
 
 
 def drafted(likely: Sequence[int], rng: random.Random, vocab_size: int = 97) -> Proposal:
@@ -192,19 +192,7 @@ def drafted(likely: Sequence[int], rng: random.Random, vocab_size: int = 97) -> 
 
 def draft_task(session: Session, depth: int, max_nodes: int = 0, **changes: Any) -> ProposeTask:
     """Return a block that asks for a proposal after a session's tokens, all of which it brings."""
-    fields: dict[str, Any] = {
-        "request_id": next(_request_ids),
-        "session_id": session.name,
-        "epoch": session.epoch,
-        "base_position": len(session.tokens),
-        "context_start": 0,
-        "context": list(session.tokens),
-        "spec": session.spec(),
-        "deadline": math.inf,
-        "deliver": lambda task, reply: None,
-        "shape": Shape(depth, max_nodes),
-    }
-    return ProposeTask(**{**fields, **changes})
+    return ProposeTask(**{**session.fields(0), "shape": Shape(depth, max_nodes), **changes})
 
 
 def draft(scheduler: Any, sessions: Sequence[Session], depth: int) -> list[Any]:

@@ -66,9 +66,8 @@ def byte_fallback(words: Sequence[str], *, bos: bool = True, num_bytes: int = 25
         from tokenizers.processors import TemplateProcessing
 
         tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    ends = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
@@ -79,15 +78,15 @@ def word_pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
 
-def single_bytes(order: Sequence[int], special: str = "<|end|>") -> PreTrainedTokenizerFast:
+def single_bytes(order: Sequence[int]) -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token per byte and one special token, the last; `order` is the id of each."""
     alphabet = _alphabet()
     vocabulary = {alphabet[byte]: token_id for byte, token_id in enumerate(order)}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(special, special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special)
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
 def _alphabet() -> list[str]:

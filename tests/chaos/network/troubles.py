@@ -56,9 +56,7 @@ def _of_redis(redis: NetworkRedis) -> list[Trouble]:
     found += [
         _of_links("to Sentinel", PARTITION, lambda _: [redis.sentinel]),
         Trouble("Redis: failover that loses writes", STALE_S, lambda stage: _failover(stage, redis)),
-        Trouble(
-            "Redis: failover, min-replicas-to-write 1", STALE_S, lambda stage: _guarded_failover(stage, redis)
-        ),
+        Trouble("Redis: failover, min-replicas-to-write 1", STALE_S, lambda stage: _guarded(stage, redis)),
         Trouble("Redis: primary killed", 8.0, lambda _: redis.killed()),
         Trouble("Redis: maxmemory, noeviction", 4.0, lambda _: redis.out_of_memory()),
         Trouble("Redis: clock + 2 min", 4.0, lambda _: redis.other_clock(120)),
@@ -82,7 +80,7 @@ def _failover(stage: Stage, redis: NetworkRedis) -> Iterator[None]:
 
 
 @contextmanager
-def _guarded_failover(stage: Stage, redis: NetworkRedis) -> Iterator[None]:
+def _guarded(stage: Stage, redis: NetworkRedis) -> Iterator[None]:
     redis.set_min_replicas(1, max_lag_s=1)
     try:
         with _failover(stage, redis):

@@ -27,6 +27,13 @@ COMPONENTS: dict[str, tuple[str, ...]] = {
 }
 """Every component with pods -> the key of its values."""
 
+TWO_MODELS = {"target": "team/large", "draft": "team/small"}
+ON = {"enabled": True}
+CACHED: dict[str, Any] = {"modelCache": ON, "models": TWO_MODELS}
+"""Models that a Job downloads for all pods."""
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+
 REGISTRY: dict[str, Any] = {"image": {"registry": "registry.example.com/gammaray"}}
 """What every variant needs, since no image of gammaray is published."""
 
@@ -44,7 +51,7 @@ EVERYTHING: dict[str, Any] = {
         "initContainers": [{"name": "prepare", "image": "registry.example.com/prepare:1"}],
         "sidecars": [{"name": "agent", "image": "registry.example.com/agent:1"}],
     },
-    "models": {"target": "team/large", "draft": "team/small"},
+    "models": TWO_MODELS,
     "orchestrator": {"settings": {"max_gamma": 6}},
     "draft": {"workers": "0:4", "acceleratorType": "NVIDIA-L4", "settings": {"draft_ahead": False}},
     "target": {"workers": "2:3", "gpus": 1, "nodeSelector": {"zone": "a"}},
@@ -60,24 +67,14 @@ EVERYTHING: dict[str, Any] = {
     "modelCache": {"enabled": True, "storageClassName": "shared"},
     "redis": {"storageClassName": "fast"},
     "service": {"type": "LoadBalancer", "annotations": {"example.com/lb": "internal"}},
-    "telemetry": {
-        "otlpEndpoint": "http://elsewhere:4317",
-        "jaeger": {"enabled": True},
-        "collector": {"enabled": True},
-    },
+    "telemetry": {"otlpEndpoint": "http://elsewhere:4317", "jaeger": ON, "collector": ON},
     "monitoring": {
-        "podMonitor": True,
-        "serviceMonitor": True,
-        "alerts": True,
-        "dashboards": True,
+        **dict.fromkeys(("podMonitor", "serviceMonitor", "alerts", "dashboards"), True),
         "labels": {"release": "prometheus"},
     },
     "networkPolicy": {
         "clients": [{"namespaceSelector": {"matchLabels": {"name": "clients"}}}],
-        "egress": {
-            "enabled": True,
-            "rules": [{"to": [{"namespaceSelector": {"matchLabels": {"name": "telemetry"}}}]}],
-        },
+        "egress": {**ON, "rules": [{"to": [{"namespaceSelector": {"matchLabels": {"name": "telemetry"}}}]}]},
     },
     "helmTest": {"apiKeySecret": {"name": "test-key"}},
     "serviceAccount": {"annotations": {"example.com/role": "reader"}},

@@ -49,7 +49,8 @@ def check(manifest: dict[str, Any]) -> None:
         raise InvalidManifestError(f"no manifest: {sorted(manifest)}")
     if own := _own_validator(f"{version}/{kind}"):
         _check_by(own, manifest)
-        _check_metadata(manifest)
+        # Names and labels of operators' kinds follow the rules of all others.
+        check({"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest["metadata"]})
         return
     for release in KUBERNETES_VERSIONS:
         try:
@@ -59,18 +60,13 @@ def check(manifest: dict[str, Any]) -> None:
         _check_by(validator, manifest)
 
 
-def check_pod(template: dict[str, Any]) -> None:
-    """Check a pod template, which the schemas of other kinds may take as it comes."""
-    metadata = {"name": "pod", **template["metadata"]}
-    check({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
-
-
 def check_release(values: dict[str, Any]) -> None:
     """Check all manifests and pods of a release, by KubeRay's schema too where it is there."""
     for manifest in render(values).values():
         check(manifest)
-    for template in every_pod(values).values():
-        check_pod(template)
+    for template in every_pod(values).values():  # which the schemas of other kinds may take as it comes
+        metadata = {"name": "pod", **template["metadata"]}
+        check({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
     if KUBERAY_CRD.is_file():
         check_by_kuberay(render(values)["rayservice.yaml"])
 
@@ -83,11 +79,6 @@ def _check_by(validator: Validator, manifest: dict[str, Any]) -> None:
     errors = sorted(validator.iter_errors(manifest), key=str)
     if errors:
         raise InvalidManifestError("; ".join(f"{error.json_path}: {error.message}" for error in errors))
-
-
-def _check_metadata(manifest: dict[str, Any]) -> None:
-    """Names and labels of operators' kinds follow the rules of all others."""
-    check({"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest["metadata"]})
 
 
 @functools.cache

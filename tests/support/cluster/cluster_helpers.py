@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from orchestrator.launcher.preflight import free_ports
 from orchestrator.launcher.reaper import runs
 
 T = TypeVar("T")
+ROOT = Path(__file__).parents[3]
 
+LAUNCHER = (sys.executable, "-m", "orchestrator.launcher.cluster")
 TEST_MARK = "MARK_OF_A_TEST"
 CACHE_BUDGET_MB = "256"
 """Of each worker: caches of ended sessions fill it, in some hundred sessions of the demo pair."""
@@ -69,7 +72,7 @@ class Cluster:
                 held[process.role] += asked(process).sessions
         return held
 
-    def wait_until_idle(self, timeout_s: float = PATIENCE_S) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no orchestrator and no worker holds a session."""
 
         def is_idle() -> bool:
@@ -81,10 +84,10 @@ class Cluster:
             return isinstance(held, dict) and not any(held.values())
 
         held: object = None
-        assert eventually(is_idle, timeout_s), held
+        assert eventually(is_idle), held
 
     def processes(self) -> list[psutil.Process]:
-        """Return all descendants of the launcher; any may end at any time, see `alive`."""
+        """Return all descendants of the launcher; any may end at any time."""
         return psutil.Process(self.launcher.pid).children(recursive=True)
 
     def commands(self) -> list[tuple[psutil.Process, list[str]]]:
@@ -94,24 +97,21 @@ class Cluster:
                 found.append((process, process.cmdline()))
         return [(process, command) for process, command in found if command]
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        self.launcher.send_signal(number)
-        return self.launcher.wait(STOP_TIMEOUT_S)
-
     def check_stop(self, number: int) -> None:
         """Stop the cluster: the exit status is 0, no process is left, only the ready line was printed."""
         below = self.processes()
-        assert self.stop(number) == 0
+        self.launcher.send_signal(number)
+        assert self.launcher.wait(STOP_TIMEOUT_S) == 0
         assert wait_until_gone(below, 1) == []
         assert len(self.output) == 1
 
 
 @contextmanager
-def running_cluster(*options: str, stderr: int | None = None) -> Iterator[Cluster]:
-    """Start a cluster on free ports and stop it at the end; its standard error goes to `stderr`."""
+def running_cluster(*options: str, **how: Any) -> Iterator[Cluster]:
+    """Start a cluster on free ports, as `launch` does, and stop it at the end."""
     http_port, grpc_port = free_ports("127.0.0.1", 2)
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
-    launcher = launch("--wait-ready", "--die-with-parent", *ports, *options, stderr=stderr)
+    launcher = launch("--wait-ready", "--die-with-parent", *ports, *options, **how)
     try:
         cluster = _wait_ready(launcher)
         assert (cluster.http, cluster.grpc) == (f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
@@ -125,11 +125,47 @@ def running_cluster(*options: str, stderr: int | None = None) -> Iterator[Cluste
                 launcher.kill()
 
 
-def launch(*options: str, mark: str = "", stderr: int | None = None) -> subprocess.Popen[str]:
+def launch(
+    *options: str, mark: str = "", stderr: int | None = None, command: Sequence[str] = LAUNCHER
+) -> subprocess.Popen[str]:
     """Start the launcher; its processes inherit `mark`, by which `started_with` finds them."""
-    command = [sys.executable, "-m", "orchestrator.launcher.cluster", *options]
     environment = {"GAMMARAY_CACHE_BUDGET_MB": CACHE_BUDGET_MB, **os.environ, TEST_MARK: mark}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+    given = [*command, *options]
+    return subprocess.Popen(given, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+
+
+class Program:
+    """A program beside this file that answers in lines; see `program`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def answer(self, timeout_s: float) -> str:
+        """Return its next line, which it writes at once; empty if it has ended."""
+        assert self._process.stdout is not None
+        is_there, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        assert is_there, f"no answer within {timeout_s:g} s"
+        return self._process.stdout.readline().decode().strip()
+
+    def ask(self, line: str, timeout_s: float) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+        return self.answer(timeout_s)
+
+
+@contextmanager
+def program(name: str, *arguments: str, stderr: Any = None) -> Iterator[Program]:
+    """Run a program of tests/support/cluster in a process of its own; it ends with its standard input."""
+    command = [sys.executable, "-m", f"{__package__}.{name}", *arguments]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=stderr, bufsize=0)
+    try:
+        yield Program(process)
+        process.communicate(timeout=STOP_TIMEOUT_S)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def started_with(mark: str) -> list[str]:
@@ -147,9 +183,8 @@ def asked(process: ProcessStatus) -> ProcessStatus:
     if process.role not in ("draft", "target"):
         return process
     info = info_of(process)
-    return replace(
-        process, sessions=info.num_sessions, num_queued=info.num_queued, cache_bytes=info.cache_bytes
-    )
+    held = {"sessions": info.num_sessions, "num_queued": info.num_queued, "cache_bytes": info.cache_bytes}
+    return replace(process, **held)
 
 
 def info_of(worker: ProcessStatus) -> Any:
@@ -162,13 +197,10 @@ def info_of(worker: ProcessStatus) -> Any:
         return target.GetTargetInfo(target_service_pb2.GetTargetInfoRequest(), timeout=30)
 
 
-def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if runs(process)]
-
-
 def wait_until_gone(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    eventually(lambda: not alive(processes), timeout_s)
-    return alive(processes)
+    """Return the processes that still run after a while."""
+    eventually(lambda: not any(map(runs, processes)), timeout_s)
+    return list(filter(runs, processes))
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> bool:

@@ -60,17 +60,10 @@ def start_node(directory: Path, started: ExitStack, count: int) -> None:
     from ray import serve
 
     started.callback(ray.shutdown)
-    start = partial(
-        ray.init,
-        address="local",
-        num_cpus=1,
-        resources={application.resource: count for application in APPLICATIONS.values()},
-        object_store_memory=80 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        _temp_dir=str(directory / "ray"),
-        _node_ip_address=HOST,
-    )
+    resources = {application.resource: count for application in APPLICATIONS.values()}
+    size = {"num_cpus": 1, "resources": resources, "object_store_memory": 80 * 2**20}
+    place = {"address": "local", "_temp_dir": str(directory / "ray"), "_node_ip_address": HOST}
+    start = partial(ray.init, **place, **size, include_dashboard=False, log_to_driver=False)
     patiently(start, directory.name)
     started.callback(serve.shutdown)
 

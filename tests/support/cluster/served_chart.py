@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -24,20 +24,16 @@ def main() -> None:
     config = yaml.safe_load(Path(sys.argv[1]).read_text())
     with private_place() as (directory, answer, started):
         redis = started.enter_context(RedisServer.start(directory / "redis"))
-        os.environ.update(redis_environment(redis.url))
+        # As in the chart, the password stands beside the URL.
+        parts = urlsplit(redis.url)
+        assert parts.password is not None
+        os.environ["GAMMARAY_REDIS_PASSWORD"] = parts.password
+        os.environ["GAMMARAY_REDIS_URL"] = redis.url.replace(f":{parts.password}@", "")
         http_port, grpc_port = free_ports(HOST, 2)
         start_node(directory, started, 2)
         deploy(on_one_machine(config, http_port, grpc_port), directory)
         answer(f"ready {HOST}:{http_port} {HOST}:{grpc_port}")
         sys.stdin.read()
-
-
-def redis_environment(url: str) -> dict[str, str]:
-    """Return the environment for Redis as in the chart: the password separate from the URL."""
-    parts = urlsplit(url)
-    assert parts.password is not None
-    address = urlunsplit(parts._replace(netloc=f"{parts.hostname}:{parts.port}"))
-    return {"GAMMARAY_REDIS_URL": address, "GAMMARAY_REDIS_PASSWORD": parts.password}
 
 
 def on_one_machine(config: dict[str, Any], http_port: int, grpc_port: int) -> dict[str, Any]:

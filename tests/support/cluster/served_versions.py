@@ -16,15 +16,8 @@ from orchestrator.launcher.preflight import free_ports
 from tests.support.cluster.ray_start import HOST, deploy, private_place, start_node
 
 REPLICAS = 2
-WORKERS: dict[str, dict[str, Any]] = {
-    role: {
-        "listen": f"{HOST}:0",
-        "model": resolve_model("demo", role),
-        "metrics_listen": "",
-        "deterministic": True,
-    }
-    for role in ("draft", "target")
-}
+OWN = {"listen": f"{HOST}:0", "metrics_listen": "", "deterministic": True}
+WORKERS = {role: {**OWN, "model": resolve_model("demo", role)} for role in ("draft", "target")}
 
 
 def main() -> None:

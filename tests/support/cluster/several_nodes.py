@@ -1,13 +1,8 @@
 """Five emulated nodes on this machine, in a process of its own.
 
 A head for the orchestrator, two nodes of small GPUs for drafters, two of large ones for targets; the GPUs are
-custom resources. Prints `ready GRPC_ADDRESS`, then answers commands on its input in lines of JSON:
-
-    deploy OPTIONS deploys all roles in place of what was deployed before, with a Redis of its own. OPTIONS
-                   are JSON: `draft_workers`, and what differs from here in `draft` (settings of drafters) and
-                   `scaling`
-    placement      the nodes of each role's running replicas
-    kill NODE      ends a node as a power cut would; answers when it is gone
+custom resources. Deploys all roles, prints `ready GRPC_ADDRESS`, and answers each line of its input with the
+nodes of each role's running replicas, as JSON; `kill NODE` ends a node before, as a power cut would.
 """
 
 import json
@@ -32,8 +27,9 @@ NODES = {
     "large-b": {"large_gpu": 1},
 }
 SCALING = {"draft_load": 1.0}
+DRAFT_WORKERS = "1:3"
 DELAYS = {"SCALE_UP_DELAY_S": 0.5, "SCALE_DOWN_DELAY_S": 1.0, "REPORT_INTERVAL_S": 0.3}
-"""Constants of `gammaray.deploy.serve_config`; a deployment may have others as `delays`."""
+"""Constants of `gammaray.deploy.serve_config`."""
 
 WORKER_WAIT_S = 240.0
 """Seconds that a request waits for a target worker: with few cores a start takes longer than 30 s."""
@@ -47,18 +43,14 @@ def main() -> None:
         os.environ["RAY_TMPDIR"] = str(directory)
         (directory / "ray").mkdir()
         nodes, cluster = start_nodes(directory, started)
-        answer(f"ready {start_serve(started)}")
-        for number, line in enumerate(sys.stdin):
-            command, _, argument = line.strip().partition(" ")
-            if command == "deploy":
-                redis = started.enter_context(RedisServer.start(directory / f"redis-{number}"))
-                deploy(json.loads(argument), redis.url)
-                answer(json.dumps("deployed"))
-            elif command == "placement":
-                answer(json.dumps(placement({node.node_id: name for name, node in nodes.items()})))
-            elif command == "kill":
-                cluster.remove_node(nodes.pop(argument), allow_graceful=False)
-                answer(json.dumps("gone"))
+        address = start_serve(started)
+        deploy(started.enter_context(RedisServer.start(directory / "redis")).url)
+        answer(f"ready {address}")
+        for line in sys.stdin:
+            command, _, name = line.strip().partition(" ")
+            if command == "kill":
+                cluster.remove_node(nodes.pop(name), allow_graceful=False)
+            answer(json.dumps(placement({node.node_id: name for name, node in nodes.items()})))
 
 
 def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], Any]:
@@ -66,30 +58,21 @@ def start_nodes(directory: Path, started: ExitStack) -> tuple[dict[str, Any], An
     from ray.cluster_utils import Cluster
 
     # Each node has a loopback address of its own, and not 127.0.0.1: Ray would take the machine's for that.
-    head = {"node_ip_address": "127.0.0.2", "object_store_memory": MEMORY}
+    own = {"node_ip_address": "127.0.0.2", "temp_dir": str(directory / "ray"), "resources": {"head": 1}}
+    head = {**own, "object_store_memory": MEMORY, "include_dashboard": False}
 
     def start() -> tuple[dict[str, Any], Any]:
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                **head,
-                "temp_dir": str(directory / "ray"),
-                "resources": {"head": 1},
-                "include_dashboard": False,
-            },
-        )
-        nodes = {"head": cluster.head_node} | {
-            name: cluster.add_node(
-                wait=False, resources=has, node_ip_address=f"127.0.0.{number}", object_store_memory=MEMORY
-            )
-            for number, (name, has) in enumerate(NODES.items(), start=3)
-        }
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        nodes = {"head": cluster.head_node}
+        for number, (name, has) in enumerate(NODES.items(), start=3):
+            place = {"node_ip_address": f"127.0.0.{number}", "object_store_memory": MEMORY}
+            nodes[name] = cluster.add_node(wait=False, resources=has, **place)
         cluster.wait_for_nodes(NODE_START_TIMEOUT_S)
         return nodes, cluster
 
     nodes, cluster = patiently(start, directory.name)
     started.callback(cluster.shutdown)
-    ray.init(address=cluster.address, _node_ip_address=head["node_ip_address"], log_to_driver=False)
+    ray.init(address=cluster.address, _node_ip_address="127.0.0.2", log_to_driver=False)
     started.callback(ray.shutdown)
     return nodes, cluster
 
@@ -123,19 +106,16 @@ def patient_orchestrator() -> type:
     return Patient
 
 
-def deploy(options: dict[str, Any], redis_url: str) -> None:
-    """Delete what is deployed, deploy all roles, each to its nodes, and wait until they run."""
+def deploy(redis_url: str) -> None:
+    """Deploy all roles, each to its nodes, and wait until they run."""
     from ray import serve
 
     from gammaray.deploy.serve_config import APPLICATIONS
     from services.serve.app import build
 
-    for name in serve.status().applications:
-        serve.delete(name)
     worker = {"redis_url": redis_url, "device": "cpu"}
     # Without draft-ahead load is what is asked for, and not what is foreseen.
-    drafter = {**worker, "draft_ahead": False, **options.get("draft", {})}
-    scaling = SCALING | options.get("scaling", {})
+    drafter = {**worker, "draft_ahead": False}
     settings = OrchestratorSettings(redis_url=redis_url)
     orchestrator = serve.deployment(
         name="Orchestrator",
@@ -143,9 +123,9 @@ def deploy(options: dict[str, Any], redis_url: str) -> None:
         ray_actor_options={"num_cpus": 0, "resources": {"head": 1}},
     )(patient_orchestrator())
     small, large = ({"resources": {kind: 1}} for kind in ("small_gpu", "large_gpu"))
-    with patch.multiple("gammaray.deploy.serve_config", **(DELAYS | options.get("delays", {}))):
-        target_workers = build("target", worker, 2, large, scaling)
-        draft_workers = build("draft", drafter, options["draft_workers"], small, scaling)
+    with patch.multiple("gammaray.deploy.serve_config", **DELAYS):
+        target_workers = build("target", worker, 2, large, SCALING)
+        draft_workers = build("draft", drafter, DRAFT_WORKERS, small, SCALING)
     targets = [
         serve.RunTarget(target_workers, APPLICATIONS["target"].name, None),
         serve.RunTarget(draft_workers, APPLICATIONS["draft"].name, None),

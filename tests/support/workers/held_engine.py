@@ -14,17 +14,15 @@ class HeldEngine:
 
     Args:
         worker: The worker; its status calls block, too.
-        after: Index of the forward.
 
     Attributes:
-        forwards: The sessions of each forward from then on.
+        forwards: The sessions of each forward.
     """
 
-    def __init__(self, worker: Any, after: int = 1) -> None:
+    def __init__(self, worker: Any) -> None:
         self._engine = worker.engine.scheduler.engine
         self._step, self._chain = self._engine.step, self._engine.chain
         self._is_held, self._may_go_on = threading.Event(), threading.Event()
-        self._after = after
         self.forwards: list[list[str]] = []
 
     async def __aenter__(self) -> HeldEngine:
@@ -49,9 +47,8 @@ class HeldEngine:
         return token_ids, logits
 
     def _hold(self) -> None:
-        if len(self.forwards) >= self._after:
-            self._is_held.set()
-            self._may_go_on.wait(ANSWER_TIMEOUT_S)
+        self._is_held.set()
+        self._may_go_on.wait(ANSWER_TIMEOUT_S)
 
     async def waits(self) -> None:
         """Return once the engine blocks."""

@@ -12,14 +12,9 @@ START_TIMEOUT_S = 150
 @asynccontextmanager
 async def spawned(role, *options, **environment):
     """A worker process and its address."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        f"services.{role}_worker",
-        *map(str, options),
-        stdout=subprocess.PIPE,
-        env={**os.environ, **environment},
-    )
+    command = [sys.executable, "-m", f"services.{role}_worker", *map(str, options)]
+    env = {**os.environ, **environment}
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, env=env)
     try:
         line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
         word, address = line.decode().split()

@@ -123,13 +123,8 @@ class ScriptedWorker:
 
     async def GetTargetInfo(self, request, context):
         await self.runs.wait()
-        return target_pb.GetTargetInfoResponse(
-            **self._about(),
-            model_identity=self.identity,
-            grammar_identity=self.grammars,
-            takes_trees=self.takes_trees,
-            adapters=self.adapters,
-        )
+        own = {"model_identity": self.identity, "grammar_identity": self.grammars, "adapters": self.adapters}
+        return target_pb.GetTargetInfoResponse(**self._about(), **own, takes_trees=self.takes_trees)
 
     async def GetDraftInfo(self, request, context):
         await self.runs.wait()

@@ -89,16 +89,8 @@ def worker_process(
     role: str, model: str = "demo", *options: str, environment: Mapping[str, str] = os.environ
 ):
     """Run a worker, by default with the demo pair; yields its process and address."""
-    command = [
-        sys.executable,
-        "-m",
-        f"services.{role}_worker",
-        "--model",
-        model,
-        "--listen",
-        "127.0.0.1:0",
-        *options,
-    ]
+    command = [sys.executable, "-m", f"services.{role}_worker", "--model", model]
+    command += ["--listen", "127.0.0.1:0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
     try:
         assert process.stdout is not None

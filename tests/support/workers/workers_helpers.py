@@ -144,9 +144,8 @@ class Driver:
 
     async def propose(self) -> Proposal:
         assert self.draft is not None
-        result = await self._feed(
-            self.draft, draft_pb.ProposeBlock, gamma=self.gamma, max_nodes=self.max_nodes
-        )
+        shape = {"gamma": self.gamma, "max_nodes": self.max_nodes}
+        result = await self._feed(self.draft, draft_pb.ProposeBlock, **shape)
         assert result.WhichOneof("outcome") == "proposal", result
         return proposal_from_proto(result.proposal, 2**31)
 
@@ -177,14 +176,9 @@ class Driver:
     def block(self, kind: Any, start: int, *, with_spec: bool, **fields: Any) -> Any:
         """Return a block that continues the session's tokens, with those from `start` on as context."""
         spec = spec_message(self.params, self.method, len(self.prompt), self.eos_token_ids)
-        return kind(
-            session_id=self.session_id,
-            epoch=fields.pop("epoch", 1),
-            base_position=len(self.tokens),
-            context=types.TokenSpan(start=start, token_ids=self.tokens[start:]),
-            spec=spec if with_spec else None,
-            **fields,
-        )
+        context = types.TokenSpan(start=start, token_ids=self.tokens[start:])
+        place = {"session_id": self.session_id, "epoch": 1, "base_position": len(self.tokens)}
+        return kind(**{**place, **fields}, context=context, spec=spec if with_spec else None)
 
 
 @dataclass
@@ -244,13 +238,8 @@ def spec_message(
     eos_token_ids: Sequence[int] = (),
     cache_salt: str | None = None,
 ) -> types.SessionSpec:
-    return types.SessionSpec(
-        sampling=sampling_to_proto(params),
-        verification=METHODS[method],
-        prompt_length=prompt_length,
-        eos_token_ids=eos_token_ids,
-        cache_salt=cache_salt,
-    )
+    given = {"prompt_length": prompt_length, "eos_token_ids": eos_token_ids, "cache_salt": cache_salt}
+    return types.SessionSpec(sampling=sampling_to_proto(params), verification=METHODS[method], **given)
 
 
 def verify_block(
@@ -259,27 +248,17 @@ def verify_block(
     """Return a block that sends all tokens and a greedy spec, unless `fields` say otherwise."""
     if not isinstance(proposal, types.Proposal):
         proposal = types.Proposal(token_ids=proposal)
-    values = {
-        "session_id": "s",
-        "epoch": 1,
-        "base_position": len(tokens),
-        "context": types.TokenSpan(start=0, token_ids=tokens),
-        "spec": spec_message(prompt_length=1),
-        "proposal": proposal,
-    }
-    return target_pb.VerifyBlock(**{**values, **fields})
+    return target_pb.VerifyBlock(**{**_fields(tokens), "proposal": proposal, **fields})
 
 
 def propose_block(tokens: Sequence[int], gamma: int, **fields: Any) -> draft_pb.ProposeBlock:
-    values = {
-        "session_id": "s",
-        "epoch": 1,
-        "base_position": len(tokens),
-        "context": types.TokenSpan(start=0, token_ids=tokens),
-        "spec": spec_message(prompt_length=1),
-        "gamma": gamma,
-    }
-    return draft_pb.ProposeBlock(**{**values, **fields})
+    return draft_pb.ProposeBlock(**{**_fields(tokens), "gamma": gamma, **fields})
+
+
+def _fields(tokens: Sequence[int]) -> dict[str, Any]:
+    context = types.TokenSpan(start=0, token_ids=tokens)
+    place = {"session_id": "s", "epoch": 1, "base_position": len(tokens)}
+    return {**place, "context": context, "spec": spec_message(prompt_length=1)}
 
 
 def block_of(role: str, tokens: Sequence[int], **fields: Any) -> Any:
