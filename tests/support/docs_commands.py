@@ -29,7 +29,6 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"gammaray (generate|chat) .*--ca-file": "needs TLS in front: tests/unit/gammaray/cli/test_cli_tls.py",
     r"openssl |mkdir |for role in ": "tests/integration/test_trust_tls.py runs them and uses what they make",
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
-    r"serve deploy |ray start ": "needs nodes: tests/support/cluster/served_chart.py has some on one host",
     r"((OTEL|GAMMARAY)_\w+=\S+ )*gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
     r"gammaray qualify ": "takes minutes, see tests/e2e/test_qualify.py",
     r"gammaray audit ": "takes minutes, see tests/integration/test_audit_faults.py",

@@ -11,7 +11,7 @@ from gammaray.errors import InvalidArgumentError, UnavailableError
 from services.engine.loader import load_engine
 from tests.support.gguf_helpers import tiny_gguf
 
-PIECES = 3
+PIECES = 2
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_model_is_made_once(pieces, tmp_path):
         (
             lambda all_: Pieces(all_.package, all_.sha256, (*all_.wheels, "0" * 64)),
             UnavailableError,
-            "model-part4==1.0",
+            "model-part3==1.0",
         ),
         (
             lambda all_: Pieces(all_.package, "0" * 64, all_.wheels),
