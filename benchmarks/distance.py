@@ -78,7 +78,8 @@ async def measure(
             ask = GenerationRequest(text, sampling=sampling, max_tokens=tokens, ignore_eos=True, store=False)
             plain = await complete(orchestrator, replace(ask, gamma=PLAIN, drafter=DrafterKind.NONE))
             for name, policy in POLICIES.items():
-                run = await complete(orchestrator, replace(ask, gamma=policy))
+                salt = f"{turn} {number} {name}"  # its own past outputs would be proposed to it
+                run = await complete(orchestrator, replace(ask, gamma=policy, cache_salt=salt))
                 compared, equal = compared + 1, equal + (run.token_ids == plain.token_ids)
                 if turn == WARM_UP:
                     ratios[name].append(run.tokens_per_s / plain.tokens_per_s)
