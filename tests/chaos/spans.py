@@ -128,7 +128,7 @@ def _by_name(outcome: Measured) -> Iterator[tuple[str, list[Result]]]:
 
 
 def _errors(histories: Sequence[History]) -> dict[str, int]:
-    return Counter(one.error for one in histories if one.error)
+    return dict(Counter(one.error for one in histories if one.error))  # `asdict` copies no Counter
 
 
 def _counts(counted: dict[str, int]) -> str:
