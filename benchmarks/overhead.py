@@ -46,7 +46,7 @@ TOKENS = 200
 MODEL = "tiny"
 PROMPT = "def main():\n"
 VLLM = Path(".venv-vllm/bin/python").absolute()
-START_S = 180.0
+START_S, COMPLETION_S = 180.0, 300.0
 MIN_COMPLETIONS = 64
 """Of a load: with few streams each asks for several, one after another."""
 
@@ -178,10 +178,11 @@ async def measure(load: Load, url: str, client: AsyncClient | None, streams: int
     async def stream(number: int) -> None:
         for turn in range(each):
             seed = number * each + turn
-            if client is not None:
-                await complete_over_grpc(client, load, seed, seen)
-            else:
-                await complete_over_http(url, load, seed, seen)
+            async with asyncio.timeout(COMPLETION_S):
+                if client is not None:
+                    await complete_over_grpc(client, load, seed, seen)
+                else:
+                    await complete_over_http(url, load, seed, seen)
 
     before, began = cpu_seconds(), time.perf_counter()
     await asyncio.gather(*map(stream, range(streams)))
@@ -231,7 +232,7 @@ async def serving(load: Load, model: Path, options: argparse.Namespace) -> Async
         if "--draft-workers" not in load.options:
             more += ["--draft-workers", "0"]
         cluster = await stack.enter_async_context(running_cluster(*more))
-        yield cluster.http_address, cluster.grpc_address
+        yield f"http://{cluster.http_address}", cluster.grpc_address
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:

