@@ -1,0 +1,26 @@
+"""Plug-in for vLLM whose speculation gives the tokens of plain decoding; docs/vllm-plugin.md.
+
+Installed, the package is `gammaray_vllm`. vLLM calls `register` in each of its processes. Nothing else of
+gammaray is imported, and nothing of vLLM or torch unless `VARIABLE` asks for the plug-in.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["VARIABLE", "register"]
+
+VARIABLE = "GAMMARAY_VLLM_COUPLED"
+"""Environment variable that turns the plug-in on, unless it is empty or 0."""
+
+_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def register() -> None:
+    """Hook into vLLM if `VARIABLE` asks for it; the entry point of the group `vllm.general_plugins`."""
+    if os.environ.get(VARIABLE, "") in ("", "0"):
+        return
+    os.environ.setdefault(_RUNNER_VARIABLE, "0")  # the hooks are in the V1 model runner
+    from .hooks import install
+
+    install()
