@@ -6,6 +6,7 @@ gammaray is imported, and nothing of vLLM or torch unless `VARIABLE` asks for th
 
 from __future__ import annotations
 
+import logging
 import os
 
 __all__ = ["VARIABLE", "register"]
@@ -21,6 +22,9 @@ def register() -> None:
     if os.environ.get(VARIABLE, "") in ("", "0"):
         return
     os.environ.setdefault(_RUNNER_VARIABLE, "0")  # the hooks are in the V1 model runner
-    from .hooks import install
+    try:
+        from .hooks import install
 
-    install()
+        install()
+    except (AttributeError, ImportError) as error:
+        logging.getLogger("vllm").error("gammaray-vllm is NOT active in this version of vLLM: %s", error)

@@ -1,4 +1,4 @@
-"""Draws with noise of (seed, position, token) in vLLM's V1 model runner, and keeps drafts that equal the draw.
+"""Draws with noise of (seed, position, token) in the V1 model runner, and keeps drafts that equal the draw.
 
 Every row of logits goes through vLLM's own sampler, a draft's like any other, with the request's parameters
 and the drafts before it as its history. So the token of a row is the one that plain decoding draws there.
@@ -29,6 +29,12 @@ _LEAST_TEMPERATURE = 1e-5
 """Below it vLLM's sampler is greedy."""
 
 _SEED = "_gammaray_seed"
+
+_OF_REQUESTS = (
+    *("temperature", "top_p", "top_k", "prompt_token_ids", "allowed_token_ids_mask"),
+    *("frequency_penalties", "presence_penalties", "repetition_penalties"),
+)
+"""Tensors of vLLM's sampling metadata with a row for each request."""
 
 
 @dataclass(frozen=True)
@@ -197,30 +203,18 @@ class CoupledSampler:
     def _expanded(self, metadata: Any, rows: Rows, draft_token_ids: Tensor) -> Any:
         """Return vLLM's sampling metadata of requests as that of rows."""
 
-        def of_rows(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows.requests]
-
+        values = {name: getattr(metadata, name) for name in _OF_REQUESTS}
         texts, specific = metadata.output_token_ids, metadata.logprob_token_ids
         if texts:
-            drafts, ends, end = draft_token_ids.tolist(), [], 0
-            for count in rows.counts:
-                ends.append(end)
-                end += count
-            texts = [[*texts[at], *drafts[ends[at] : ends[at] + depth]] for at, depth in rows.places]
+            drafts = [part.tolist() for part in draft_token_ids.split(list(rows.counts))]
+            texts = [[*texts[at], *drafts[at][:depth]] for at, depth in rows.places]
         if specific:
             specific = {row: specific[at] for row, (at, _) in enumerate(rows.places) if at in specific}
         words = metadata.bad_words_token_ids
         return replace(
             metadata,
-            temperature=of_rows(metadata.temperature),
-            top_p=of_rows(metadata.top_p),
-            top_k=of_rows(metadata.top_k),
-            prompt_token_ids=of_rows(metadata.prompt_token_ids),
-            frequency_penalties=of_rows(metadata.frequency_penalties),
-            presence_penalties=of_rows(metadata.presence_penalties),
-            repetition_penalties=of_rows(metadata.repetition_penalties),
+            **{name: each if each is None else each[rows.requests] for name, each in values.items()},
             output_token_ids=texts,
-            allowed_token_ids_mask=of_rows(metadata.allowed_token_ids_mask),
             bad_words_token_ids={row: words[at] for row, (at, _) in enumerate(rows.places) if at in words},
             logitsprocs=self._processors(rows),
             logprob_token_ids=specific,
