@@ -1,9 +1,9 @@
 """vLLM's own server with the plug-in gammaray-vllm: are completions with speculation the plain ones?
 
-Each drafter and length gets a server of its own. The same prompts and seeds are completed, several at a time,
-and each completion is compared with that of the server without speculation. A difference is a tie if the noisy
-scores of its two tokens are closer than --tie: rounding, which depends on the batch, decides there. `accepted`
-is vLLM's mean acceptance length, bonus token included, `standard` that of vLLM's own rule.
+Each drafter and length gets a server of its own. The same prompts and seeds are completed, several at once,
+and each completion is compared with that of the server without speculation. A difference is a tie if the
+noisy scores of its two tokens are closer than --tie: rounding, which depends on the batch, decides then.
+`accepted` is vLLM's mean acceptance length, bonus token included, `standard` that of vLLM's own rule.
 
     python -m benchmarks.vllm_plugin --target build/models/smollm2 --prompts 40
 """

@@ -18,8 +18,8 @@ OTHER_VARIABLES: Final[Mapping[str, str]] = {
     "GAMMARAY_API_KEY": "command line: key of a cluster that requires one",
     "GAMMARAY_CA_FILE": "command line: PEM file of the CA that signed the server's certificate",
     "GAMMARAY_CLUSTER_ID": "set by `gammaray up`, which identifies its processes by it",
-    "GAMMARAY_VLLM_COUPLED": "vLLM's own server: turns the plug-in gammaray-vllm on",
     "GAMMARAY_URL": "command line: URL of the HTTP API",
+    "GAMMARAY_VLLM_COUPLED": "vLLM's own server: turns the plug-in gammaray-vllm on",
 }
 """Variables that are not settings, and their purpose."""
 

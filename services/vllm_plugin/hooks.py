@@ -85,7 +85,7 @@ def _with_all_parameters(validate: Callable[[Any, Any], None]) -> Callable[[Any,
 
     @functools.wraps(validate)
     def checked(self: Any, speculative_config: Any) -> None:
-        is_budgeted = self.thinking_token_budget is not None
+        is_budgeted = getattr(self, "thinking_token_budget", None) is not None
         if speculative_config is None or not (self.min_p or self.logit_bias or is_budgeted) or differences():
             return validate(self, speculative_config)
         if is_budgeted:

@@ -49,9 +49,9 @@ def noisy_argmax(scores: Tensor, keys: Tensor) -> Tensor:
     size = max(1, MAX_CELLS // vocab_size)
     parts = [
         (scores[at : at + size] + gumbel(keys[at : at + size], vocab_size)).argmax(dim=-1)
-        for at in range(0, len(scores), size)
+        for at in range(0, max(1, len(scores)), size)
     ]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=scores.device)
+    return torch.cat(parts)
 
 
 def _mixed(words: Tensor) -> Tensor:

@@ -28,8 +28,6 @@ NO_TOKEN = -1
 _LEAST_TEMPERATURE = 1e-5
 """Below it vLLM's sampler is greedy."""
 
-_SEED = "_gammaray_seed"
-
 _OF_REQUESTS = (
     *("temperature", "top_p", "top_k", "prompt_token_ids", "allowed_token_ids_mask"),
     *("frequency_penalties", "presence_penalties", "repetition_penalties"),
@@ -78,6 +76,7 @@ class CoupledSampler:
         self._draw = self._draws.forward
         self._verify = getattr(runner, "rejection_sampler", None)
         self._drafter = getattr(runner, "drafter", None)
+        self._draft = getattr(self._drafter, "_greedy_sample", None)
         self._rows: Rows | None = None  # of the step that is sampled
         self._last: tuple[Any, Rows] | None = None  # of the step after which drafts are made
         self._depth = 0
@@ -92,7 +91,6 @@ class CoupledSampler:
             runner.rejection_sampler = self.verify
             taken.append("RejectionSampler.forward")
         if _drafts_by_argmax(drafter):
-            self._draft = drafter._greedy_sample
             drafter._greedy_sample = self.draft
             drafter._enable_probabilistic_draft_probs = False
             taken.append(f"{type(drafter).__name__}._greedy_sample")
@@ -146,8 +144,8 @@ class CoupledSampler:
         proposed = torch.full_like(drawn, NO_TOKEN)
         proposed[metadata.target_logits_indices] = drafts.to(drawn.dtype)
         width = max(rows.counts) + 1
-        ends = torch.tensor(rows.counts, device=drawn.device).add_(1).cumsum(0)
-        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        sizes = torch.tensor(rows.counts, device=drawn.device) + 1
+        starts = sizes.cumsum(0) - sizes
         # A request's columns past its last row are never reached: no draft equals the draw of that one.
         index = (starts[:, None] + torch.arange(width, device=drawn.device)).clamp_(max=len(drawn) - 1)
         is_kept = (drawn == proposed)[index].long()
@@ -165,7 +163,7 @@ class CoupledSampler:
         the distribution finds it more often than by its most likely token.
         """
         if self._last is None or self._last[0].all_greedy:
-            return self._draft(hidden_states)
+            return self._draft(hidden_states)  # type: ignore[misc]
         metadata, last = self._last
         logits = self._drafter.model.compute_logits(hidden_states)
         tokens: Tensor = logits.argmax(dim=-1)
@@ -184,21 +182,16 @@ class CoupledSampler:
         return noisy_argmax(apply_top_k_top_p(scores, k, p), keys).where(is_drawn, tokens)
 
     def _rows_of(self, spec_decode_metadata: Any) -> Rows:
-        runner, states = self._runner, []
+        runner, seeds = self._runner, []
         for request_id in runner.input_batch.req_ids:
-            state = runner.requests[request_id]
-            if not hasattr(state, _SEED):
-                seed = state.sampling_params.seed
-                if seed is None:
-                    seed = seed_of(request_id, runner.model_config.seed)
-                setattr(state, _SEED, as_signed(seed))
-            states.append(getattr(state, _SEED))
-        count, device = len(states), runner.seq_lens.device
+            seed = runner.requests[request_id].sampling_params.seed
+            seeds.append(seed_of(request_id, runner.model_config.seed) if seed is None else as_signed(seed))
+        count, device = len(seeds), runner.seq_lens.device
         counts = [0] * count if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
         # On the device it is right under asynchronous scheduling, too, where the host does not know yet how
         # many drafts of the step before were kept.
         first = runner.seq_lens[:count].long() - torch.tensor(counts, device=device)
-        return Rows(counts, torch.tensor(states, dtype=torch.int64, device=device), first)
+        return Rows(counts, torch.tensor(seeds, dtype=torch.int64, device=device), first)
 
     def _expanded(self, metadata: Any, rows: Rows, draft_token_ids: Tensor) -> Any:
         """Return vLLM's sampling metadata of requests as that of rows."""

@@ -140,20 +140,12 @@ def requests():
 
 
 def complete(llm, **options):
-    """Return the tokens of each choice, and the log-probabilities of those that have them."""
+    """Return the tokens of each choice; and tokens, ranks and log-probabilities where they were asked for."""
     outputs = llm.generate(*requests(), use_tqdm=False, **options)
-    choices = [choice for output in outputs for choice in output.outputs]
-    logprobs = [
-        {token: (each.logprob, each.rank) for token, each in place.items()}
-        for choice in choices
-        for place in choice.logprobs or ()
-    ]
-    return [[tuple(choice.token_ids) for choice in output.outputs] for output in outputs], logprobs
-
-
-def num_accepted(llm):
-    found = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    return [found[f"vllm:spec_decode_num_{name}"] for name in ("accepted_tokens", "draft_tokens")]
+    tokens = [[tuple(choice.token_ids) for choice in output.outputs] for output in outputs]
+    places = [place for output in outputs for place in output.outputs[0].logprobs or ()]
+    ranks = [[(token, each.rank) for token, each in place.items()] for place in places]
+    return tokens, ranks, [each.logprob for place in places for each in place.values()]
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +155,7 @@ def plain(target):
 
 
 def test_plain_completions_obey_their_parameters(plain):
-    tokens, logprobs = plain
-    for (kind, temperature), choices in zip(CASES, tokens, strict=True):
+    for (kind, temperature), choices in zip(CASES, plain[0], strict=True):
         assert len(set(choices)) == (3 if kind == "choices" and temperature else 1)
         texts = ["".join(CHARACTERS[token] for token in choice) for choice in choices]
         if kind == "schema":
@@ -174,22 +165,19 @@ def test_plain_completions_obey_their_parameters(plain):
             assert 30 not in choices[0]
         if kind == "words":
             assert not set(texts[0]) & {"a", "b"}
-    assert len(logprobs) >= MAX_TOKENS
+    assert len(plain[1]) >= MAX_TOKENS
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_completions_with_speculation_equal_the_plain_ones(method, count, target, drafters, plain, plugged):
     with served(target, speculation(method, count, drafters)) as llm:
-        tokens, logprobs = complete(llm)
-        accepted, drafted = num_accepted(llm)
+        tokens, ranks, logprobs = complete(llm)
+        counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     assert tokens == plain[0]
-    assert [{token: rank for token, (_, rank) in place.items()} for place in logprobs] == [
-        {token: rank for token, (_, rank) in place.items()} for place in plain[1]
-    ]
-    for place, expected in zip(logprobs, plain[1], strict=True):
-        for token, (logprob, _) in place.items():
-            assert logprob == pytest.approx(expected[token][0], abs=1e-4)
+    assert ranks == plain[1]
+    assert logprobs == pytest.approx(plain[2], abs=1e-4)
+    accepted, drafted = (counted[f"vllm:spec_decode_num_{name}_tokens"] for name in ("accepted", "draft"))
     assert 0 < accepted < drafted
     assert "ACTIVE" in plugged[-1].getMessage()
 
