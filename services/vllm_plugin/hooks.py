@@ -19,18 +19,14 @@ logger = init_logger("vllm.plugins.gammaray_vllm")
 _MARK = "_is_gammaray"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _SAMPLE = "vllm.v1.sample"
+_REJECTION = f"{_SAMPLE}.rejection_sampler:RejectionSampler.forward"
 
 PARAMETERS: dict[str, str] = {
     f"{_RUNNER}._sample": "self logits spec_decode_metadata",
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._greedy_sample": "self hidden_states",
     "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
     "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "self",
-    f"{_SAMPLE}.sampler:Sampler.forward": (
-        "self logits sampling_metadata predict_bonus_token logprobs_mode_override"
-    ),
-    f"{_SAMPLE}.rejection_sampler:RejectionSampler.forward": (
-        "self metadata draft_probs logits sampling_metadata"
-    ),
+    _REJECTION: "self metadata draft_probs logits sampling_metadata",
     f"{_SAMPLE}.ops.topk_topp_sampler:TopKTopPSampler.forward_native": "self logits generators k p",
     f"{_SAMPLE}.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p",
     f"{_SAMPLE}.logits_processor.interface:BatchUpdate": "batch_size removed added moved",
@@ -50,7 +46,7 @@ NAMES: dict[str, str] = {
     f"{_RUNNER}._prepare_inputs": "seq_lens num_computed_tokens",
     f"{_RUNNER}._sample": "sampler rejection_sampler input_batch sampling_metadata",
     f"{_SAMPLE}.sampler:Sampler.sample": "topk_topp_sampler generators top_k top_p",
-    f"{_SAMPLE}.rejection_sampler:RejectionSampler.forward": "target_logits_indices draft_token_ids",
+    _REJECTION: "target_logits_indices draft_token_ids",
     "vllm.v1.worker.gpu_input_batch:InputBatch.__init__": "req_id_to_index generators",
 }
 """Function -> names in its code, of attributes that the plug-in reads."""

@@ -19,14 +19,13 @@ _FIRST, _SECOND = -4658895280553007687, -7723592293110705685
 _DRAWN_BITS = 52  # halves of these steps are doubles below 1
 
 
-def seed_of(name: str, engine_seed: int) -> int:
-    """Return the seed of a request without one; all ranks of a tensor-parallel group compute the same."""
-    digest = hashlib.sha256(f"{engine_seed} {name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
+def signed_seed(seed: int | None, name: str) -> int:
+    """Return a seed's low 64 bits as a signed number; without a seed, one of the request's name.
 
-
-def as_signed(seed: int) -> int:
-    """Return a seed's low 64 bits as a signed number."""
+    So all ranks of a tensor-parallel group have the same. vLLM's names end with random characters.
+    """
+    if seed is None:
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

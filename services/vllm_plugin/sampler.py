@@ -20,7 +20,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from .noise import as_signed, noisy_argmax, row_keys, seed_of
+from .noise import noisy_argmax, row_keys, signed_seed
 
 NO_TOKEN = -1
 """vLLM's padding of sampled tokens."""
@@ -90,7 +90,9 @@ class CoupledSampler:
         if self._verify is not None:
             runner.rejection_sampler = self.verify
             taken.append("RejectionSampler.forward")
-        if _drafts_by_argmax(drafter):
+        # Others take no argmax of logits over the target's vocabulary.
+        is_known = getattr(type(drafter), "_greedy_sample", None) is SpecDecodeBaseProposer._greedy_sample
+        if is_known and not (drafter.use_local_argmax_reduction or drafter.use_heterogeneous_vocab):
             drafter._greedy_sample = self.draft
             drafter._enable_probabilistic_draft_probs = False
             taken.append(f"{type(drafter).__name__}._greedy_sample")
@@ -182,10 +184,8 @@ class CoupledSampler:
         return noisy_argmax(apply_top_k_top_p(scores, k, p), keys).where(is_drawn, tokens)
 
     def _rows_of(self, spec_decode_metadata: Any) -> Rows:
-        runner, seeds = self._runner, []
-        for request_id in runner.input_batch.req_ids:
-            seed = runner.requests[request_id].sampling_params.seed
-            seeds.append(seed_of(request_id, runner.model_config.seed) if seed is None else as_signed(seed))
+        runner, names = self._runner, self._runner.input_batch.req_ids
+        seeds = [signed_seed(runner.requests[name].sampling_params.seed, name) for name in names]
         count, device = len(seeds), runner.seq_lens.device
         counts = [0] * count if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
         # On the device it is right under asynchronous scheduling, too, where the host does not know yet how
@@ -232,10 +232,3 @@ class CoupledSampler:
         for processor in made:
             processor.update_state(BatchUpdate(len(added), (), added, ()))
         return LogitsProcessors(made)
-
-
-def _drafts_by_argmax(drafter: Any) -> bool:
-    """Whether a drafter takes the argmax of logits over the target's vocabulary."""
-    if getattr(type(drafter), "_greedy_sample", None) is not SpecDecodeBaseProposer._greedy_sample:
-        return False
-    return not (drafter.use_local_argmax_reduction or drafter.use_heterogeneous_vocab)
