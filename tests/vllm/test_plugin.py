@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from services.vllm.heads import complete_config
 from tests.support import vllm_head_helpers as heads
 from tests.support.adapter_helpers import make_adapter
 from tests.support.processing_helpers import small_tokenizer
@@ -171,7 +172,8 @@ def test_plain_completions_obey_their_parameters(plain):
 @pytest.mark.parametrize("count", [1, 4, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_completions_with_speculation_equal_the_plain_ones(method, count, target, drafters, plain, plugged):
-    with served(target, speculation(method, count, drafters)) as llm:
+    options = {"hf_overrides": complete_config} if method == "eagle3" else {}
+    with served(target, speculation(method, count, drafters), **options) as llm:
         tokens, ranks, logprobs = complete(llm)
         counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     assert tokens == plain[0]

@@ -34,7 +34,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_how_many_are_computed_at_once
 @pytest.mark.statistical
 @pytest.mark.parametrize("vary", ["seed", "position"])
 def test_draws_follow_the_law_and_are_independent(vary):
-    law = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.04, 0.01])
+    law = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.04, 0.01], dtype=torch.float64)
     count = 20_000
     numbers, same = torch.arange(count), torch.full((count,), 7)
     some = row_keys(numbers, same) if vary == "seed" else row_keys(same, numbers)
