@@ -4,7 +4,6 @@ Random float32 models, so that no two tokens are nearly equal in one batch and c
 """
 
 import json
-import logging
 import random
 import shutil
 import subprocess
@@ -77,12 +76,10 @@ def plugged():
     """Turn the plug-in on, as vLLM does when it starts; yield what it logs."""
     from gammaray_vllm import hooks
     from vllm.sampling_params import SamplingParams
+    from vllm.triton_utils import dispatcher
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    hooks.logger.addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         replaced = ((WorkerWrapperBase, "init_device"), (SamplingParams, "_validate_spec_decode"))
         for owner, name in replaced:
@@ -91,9 +88,13 @@ def plugged():
             patch.setenv(name, "1")
         for name in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING"):
             patch.setenv(name, "0")
+        for level in ("warning", "error"):
+            patch.setattr(hooks.logger, level, lambda text, *values: records.append(text % values))
+        # It fails on an object of llvmlite in the engine after one with the n-gram drafter, in one process.
+        rebind = dispatcher._rebind_kernels  # noqa: SLF001
+        patch.setattr(dispatcher, "_rebind_kernels", lambda all: "llvmlite" in sys.modules or rebind(all))
         gammaray_vllm.register()
         yield records
-    hooks.logger.removeHandler(handler)
 
 
 @contextmanager
@@ -107,11 +108,13 @@ def served(target, speculation=None, **options):
         enforce_eager=True,
         disable_log_stats=False,
         speculative_config=speculation,
+        structured_outputs_config={"disable_any_whitespace": True, "backend": "xgrammar"},
         **settings,
     )
     try:
         yield llm
     finally:
+        llm.llm_engine.renderer.shutdown()
         llm.llm_engine.engine_core.shutdown()
 
 
@@ -158,7 +161,7 @@ def plain(target):
 def test_plain_completions_obey_their_parameters(plain):
     for (kind, temperature), choices in zip(CASES, plain[0], strict=True):
         assert len(set(choices)) == (3 if kind == "choices" and temperature else 1)
-        texts = ["".join(CHARACTERS[token] for token in choice) for choice in choices]
+        texts = ["".join(CHARACTERS[token] for token in choice).replace("Ġ", " ") for choice in choices]
         if kind == "schema":
             assert json.loads(texts[0].removesuffix("<eos>"))["a"] in ("x", "yy")
         if kind == "edits":
@@ -181,7 +184,7 @@ def test_completions_with_speculation_equal_the_plain_ones(method, count, target
     assert logprobs == pytest.approx(plain[2], abs=1e-4)
     accepted, drafted = (counted[f"vllm:spec_decode_num_{name}_tokens"] for name in ("accepted", "draft"))
     assert 0 < accepted < drafted
-    assert "ACTIVE" in plugged[-1].getMessage()
+    assert "is ACTIVE" in plugged[-1]
 
 
 def test_adapters_change_the_text_and_speculation_does_not(target, plain, tmp_path):
@@ -223,6 +226,5 @@ def test_a_vllm_that_differs_is_left_alone_with_one_line(name, wanted, reason, p
     runner = object()
     WorkerWrapperBase.init_device(SimpleNamespace(worker=SimpleNamespace(model_runner=runner)))
     hooks.differences.cache_clear()
-    assert plugged[-1].levelname == "ERROR"
-    assert "NOT active" in plugged[-1].getMessage()
-    assert reason in plugged[-1].getMessage()
+    assert "is NOT active" in plugged[-1]
+    assert reason in plugged[-1]
