@@ -116,8 +116,8 @@ def differences() -> Sequence[str]:
         wanted, is_whole = tuple(text.split()), PARAMETERS.get(name) == text
         module, _, path = name.partition(":")
         try:
-            value = functools.reduce(getattr, path.split("."), import_module(module))
-            code = inspect.unwrap(value)
+            value: Any = functools.reduce(getattr, path.split("."), import_module(module))
+            code: Any = inspect.unwrap(value)
             names = tuple(inspect.signature(value).parameters) if is_whole else code.__code__.co_names
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             found.append(f"{name} is missing ({error})")

@@ -74,9 +74,9 @@ class CoupledSampler:
         self._sample = runner._sample
         self._draws = runner.sampler.topk_topp_sampler
         self._draw = self._draws.forward
-        self._verify = getattr(runner, "rejection_sampler", None)
-        self._drafter = getattr(runner, "drafter", None)
-        self._draft = getattr(self._drafter, "_greedy_sample", None)
+        self._verify: Any = getattr(runner, "rejection_sampler", None)
+        self._drafter: Any = getattr(runner, "drafter", None)
+        self._draft: Any = getattr(self._drafter, "_greedy_sample", None)
         self._rows: Rows | None = None  # of the step that is sampled
         self._last: tuple[Any, Rows] | None = None  # of the step after which drafts are made
         self._depth = 0
@@ -137,7 +137,7 @@ class CoupledSampler:
         """Draw every row and keep drafts while they equal the draws; in place of `RejectionSampler`."""
         rows = self._rows
         if rows is None:
-            return self._verify(metadata, draft_probs, logits, sampling_metadata)  # type: ignore[misc]
+            return self._verify(metadata, draft_probs, logits, sampling_metadata)
         drafts = metadata.draft_token_ids
         output = self._runner.sampler(
             logits=logits, sampling_metadata=self._expanded(sampling_metadata, rows, drafts)
@@ -165,7 +165,8 @@ class CoupledSampler:
         the distribution finds it more often than by its most likely token.
         """
         if self._last is None or self._last[0].all_greedy:
-            return self._draft(hidden_states)  # type: ignore[misc]
+            drafted: Tensor = self._draft(hidden_states)
+            return drafted
         metadata, last = self._last
         logits = self._drafter.model.compute_logits(hidden_states)
         tokens: Tensor = logits.argmax(dim=-1)
@@ -199,7 +200,7 @@ class CoupledSampler:
         values = {name: getattr(metadata, name) for name in _OF_REQUESTS}
         texts, specific = metadata.output_token_ids, metadata.logprob_token_ids
         if texts:
-            drafts = [part.tolist() for part in draft_token_ids.split(list(rows.counts))]
+            drafts = [part.tolist() for part in torch.split(draft_token_ids, list(rows.counts))]
             texts = [[*texts[at], *drafts[at][:depth]] for at, depth in rows.places]
         if specific:
             specific = {row: specific[at] for row, (at, _) in enumerate(rows.places) if at in specific}
