@@ -194,13 +194,13 @@ class CoupledSampler:
         first = runner.seq_lens[:count].long() - torch.tensor(counts, device=device)
         return Rows(counts, torch.tensor(seeds, dtype=torch.int64, device=device), first)
 
-    def _expanded(self, metadata: Any, rows: Rows, draft_token_ids: Tensor) -> Any:
+    def _expanded(self, metadata: Any, rows: Rows, draft_token_ids: Any) -> Any:
         """Return vLLM's sampling metadata of requests as that of rows."""
 
         values = {name: getattr(metadata, name) for name in _OF_REQUESTS}
         texts, specific = metadata.output_token_ids, metadata.logprob_token_ids
         if texts:
-            drafts = [part.tolist() for part in torch.split(draft_token_ids, list(rows.counts))]
+            drafts = [part.tolist() for part in draft_token_ids.split(list(rows.counts))]
             texts = [[*texts[at], *drafts[at][:depth]] for at, depth in rows.places]
         if specific:
             specific = {row: specific[at] for row, (at, _) in enumerate(rows.places) if at in specific}
