@@ -24,8 +24,8 @@ from tests.support import vllm_head_helpers as heads
 from tests.support.adapter_helpers import make_adapter
 from tests.support.processing_helpers import small_tokenizer
 
-CHARACTERS = ("<eos>", "Ġ", "Ċ", *map(chr, range(33, 127)))
-"""Tokens; the model's configuration ends a text with the third one, too."""
+CHARACTERS = ("<eos>", "Ġ", "Ā", *map(chr, range(33, 127)))
+"""Tokens; the model's configuration ends a text with the third one, too, which no document has."""
 
 SCHEMA = {
     "type": "object",
@@ -162,7 +162,8 @@ def test_plain_completions_obey_their_parameters(plain):
         assert len(set(choices)) == (3 if kind == "choices" and temperature else 1)
         texts = ["".join(CHARACTERS[token] for token in choice).replace("Ġ", " ") for choice in choices]
         if kind == "schema":
-            assert json.loads(texts[0].removesuffix("<eos>"))["a"] in ("x", "yy", "zzz")
+            document, _ = json.JSONDecoder().raw_decode(texts[0])  # before the end of the text
+            assert document["a"] in ("x", "yy", "zzz")
         if kind == "edits":
             assert len(choices[0]) > 20
             assert 30 not in choices[0]
