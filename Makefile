@@ -20,10 +20,10 @@ help:  ## list these targets
 packages = $(1)/uv pip install -q $(4) --python $(1)/python -c $(2) $(3) \
 	  || $(1)/pip install -q --disable-pip-version-check -c $(2) $(3)
 
-# torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
+# torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA. uv compiles its modules, too.
 $(STAMP): pyproject.toml constraints.txt services/demo_pair/pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt pip setuptools uv torch==2.13.0
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt pip setuptools uv torch==2.13.0
 	$(call packages,$(BIN),constraints.txt,-e services/demo_pair -e '.[all$(comma)dev]',--compile-bytecode)
 	touch $@
 
