@@ -52,7 +52,7 @@ test-needs: install  ## the tests of make test that need what test-programs inst
 
 test-more: install  ## what make test leaves out: slow tests, and those of whole clusters
 	@failed=0; \
-	$(BIN)/pytest -n 3 $(BY_FILE) --durations 25 -m "slow and not (e2e or nightly)" || failed=1; \
+	$(BIN)/pytest -n 2 $(BY_FILE) --durations 25 -m "slow and not (e2e or nightly)" || failed=1; \
 	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder $(NO_RESTART) --durations 25 \
 	  -m "e2e and not (kills or nightly)" --ignore tests/e2e/test_smoke.py tests/e2e || failed=1; \
 	$(BIN)/pytest -n 2 $(BY_FILE) --durations 25 -m "kills and not nightly" tests/hosts tests/chaos tests/e2e || failed=1; \
