@@ -55,7 +55,7 @@ test-more: install  ## what make test leaves out: slow tests, and those of whole
 	$(BIN)/pytest -n 2 $(BY_FILE) --durations 25 -m "slow and not (e2e or nightly)" || failed=1; \
 	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder $(NO_RESTART) --durations 25 \
 	  -m "e2e and not (kills or nightly)" --ignore tests/e2e/test_smoke.py tests/e2e || failed=1; \
-	$(BIN)/pytest -n 2 $(BY_FILE) --durations 25 -m "kills and not nightly" tests/hosts tests/chaos tests/e2e || failed=1; \
+	$(BIN)/pytest --durations 25 -m "kills and not nightly" tests/chaos tests/e2e tests/hosts || failed=1; \
 	exit $$failed
 
 test-nightly: install $(VLLM_ENV)/.installed  ## the longest tests, which neither make test-more nor make test-vllm runs
