@@ -233,7 +233,9 @@ class AheadTokens(_message.Message):
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
-    """Epoch of the block."""
+    """Epoch of the block; absent where decoding ahead has failed: `is_last` is then set, and the next block gets the
+    error.
+    """
     base_position: _builtins.int
     """Absolute position of the first token."""
     is_last: _builtins.bool

@@ -37,12 +37,13 @@ class AheadTokens:
         self._messages, self._is_coming = [], position != NOWHERE
 
     def put(self, message: target_pb.AheadTokens) -> None:
-        """Keep the tokens of a message that follow those before; no others are accepted after another one."""
-        is_next = message.epoch == self._epoch and message.base_position == self._end
-        self._is_coming &= is_next and not message.is_last
-        if is_next and message.token_ids:
+        """Keep tokens that follow those before; a message without an epoch says that no more will come."""
+        if message.epoch:
+            if (message.epoch, message.base_position) != (self._epoch, self._end):
+                return  # of a block before
             self._messages.append(message)
             self._end += len(message.token_ids)
+        self._is_coming &= not message.is_last
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
@@ -60,7 +61,7 @@ class AheadTokens:
 
     def take(self, vocab_size: int, *, has_logprobs: bool) -> Verdict | None:
         """Return the tokens that are here as one verdict, None without any; InternalError if malformed."""
-        messages, self._messages = self._messages, []
+        messages, self._messages = [one for one in self._messages if one.token_ids], []
         self._position = self._end
         if not messages:
             return None

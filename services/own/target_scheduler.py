@@ -146,9 +146,9 @@ class TargetScheduler:
 
     def _end_overtaken(self) -> None:
         """End decoding ahead for sessions that have another block."""
-        for session_id in self.queue.waiting:
-            if self._decoding.pop(session_id, None) is not None:
-                del self.queue.running[session_id]
+        for name in self.queue.waiting:
+            if (ahead := self._decoding.pop(name, None)) is not None:
+                self.queue.answer(ahead, ahead.take(is_last=True))
 
     def _decode_ahead(self) -> None:
         """Send the tokens that have waited long enough, and begin with the sessions answered in this step."""

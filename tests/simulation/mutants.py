@@ -121,10 +121,10 @@ MUTANTS: dict[str, tuple[str, Callable[[ast.AST], _Edit]]] = {
     "a session stays attached to its link": (f"{_LINK}.release", statement("self.sessions.discard")),
     "a listener stays after a release": (_RELEASE, statement("listeners.pop")),
     "tokens decoded ahead may leave a gap": (
-        _AHEAD, expression("message.base_position == self._end", "message.base_position >= self._end")
+        _AHEAD, expression("(message.epoch, message.base_position)", "(message.epoch, self._end)")
     ),
     "tokens decoded ahead for an owner before": (
-        _AHEAD, expression("message.epoch == self._epoch", "True")
+        _AHEAD, expression("(message.epoch, message.base_position)", "(self._epoch, message.base_position)")
     ),
     "a dropped session counts as cancelled": (_VERIFIER, statement("dropped = error", "raise")),
     "a worker keeps tokens that differ from the committed ones": (_COPY, statement("break")),
