@@ -285,12 +285,15 @@ class VerifyResult(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     DRAFTED_FIELD_NUMBER: _builtins.int
     IS_PREPARED_FIELD_NUMBER: _builtins.int
+    IS_FOLLOWED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Echo of the block's id."""
     session_id: _builtins.str
     """The session."""
     is_prepared: _builtins.bool
     """Whether `drafted` was ready when the block came, so that it took no forward of the head. Default false."""
+    is_followed: _builtins.bool
+    """AheadTokens follow, which `num_ahead` of the block asked for. Default false."""
     @_builtins.property
     def verdict(self) -> Global___Verdict:
         """The verdict."""
@@ -324,10 +327,11 @@ class VerifyResult(_message.Message):
         timing: _types_pb2.WorkerTiming | None = ...,
         drafted: _types_pb2.Proposal | None = ...,
         is_prepared: _builtins.bool = ...,
+        is_followed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "drafted", b"drafted", "error", b"error", "need", b"need", "outcome", b"outcome", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "drafted", b"drafted", "error", b"error", "is_prepared", b"is_prepared", "need", b"need", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "drafted", b"drafted", "error", b"error", "is_followed", b"is_followed", "is_prepared", b"is_prepared", "need", b"need", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafted: _TypeAlias = _typing.Literal["drafted"]  # noqa: Y015
     _WhichOneofArgType__drafted: _TypeAlias = _typing.Literal["_drafted", b"_drafted"]  # noqa: Y015

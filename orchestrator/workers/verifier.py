@@ -227,6 +227,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 await asyncio.sleep(pause_s)
                 continue
             link.backoff.succeeded()
+            if not result.is_followed:
+                self._ahead.expect(0, NOWHERE)
             # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             verdict = _verdict(session, link, result, sent, path)

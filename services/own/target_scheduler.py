@@ -160,12 +160,10 @@ class TargetScheduler:
                 ahead.timing = Timing()
         answered, self._answered = self._answered, []
         for task, session in answered:
-            name = session.session_id
-            if self.queue.sessions.find(name) is session and name not in self.queue.waiting:
-                position = len(session.tokens)
-                own = replace(task, request_id=0, base_position=position, context=(), spec=None)
-                own.arrived, own.deadline = now, now + AHEAD_TIMEOUT_S
-                self._decoding[name] = running[name] = _Ahead(own, session, [], num_logits=1)
+            own = replace(task, request_id=0, base_position=len(session.tokens), context=(), spec=None)
+            own.arrived, own.deadline = now, now + AHEAD_TIMEOUT_S
+            ahead = _Ahead(own, session, [], num_logits=1)
+            self._decoding[session.session_id] = running[session.session_id] = ahead
 
     def _draft_ahead(self) -> None:
         length, ahead, self._ahead = self.engine.length, self._ahead, {}
@@ -272,6 +270,7 @@ class TargetScheduler:
         verdict = self._judge(running, logits)
         if _goes_on(running.task, running.session):
             self._answered.append((running.task, running.session))
+            verdict = replace(verdict, is_followed=True)
         return verdict if scores is None else replace(verdict, prompt_logprobs=scores.result())
 
     def _advance_ahead(self, ahead: _Ahead, logits: Tensor) -> AheadTokens | None:

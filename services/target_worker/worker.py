@@ -141,6 +141,7 @@ def _result(reply: Reply) -> pb.VerifyResult:
     fill_result(result, reply)
     if isinstance(reply.outcome, Verdict):
         fill_verdict(result.verdict, reply.outcome)
+        result.is_followed = reply.outcome.is_followed
         if reply.outcome.drafted is not None:
             result.drafted.CopyFrom(proposal_to_proto(reply.outcome.drafted))
             result.is_prepared = reply.outcome.drafted.is_prepared
