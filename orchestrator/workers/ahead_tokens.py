@@ -23,9 +23,14 @@ NOWHERE = -1
 
 
 class AheadTokens:
-    """What has arrived of the tokens that follow the last block."""
+    """What has arrived of the tokens that follow the last block.
+
+    Attributes:
+        last: The last message that was taken.
+    """
 
     def __init__(self) -> None:
+        self.last = target_pb.AheadTokens()
         self._epoch, self._position, self._end = 0, NOWHERE, NOWHERE
         self._messages: list[target_pb.AheadTokens] = []
         self._is_coming = False
@@ -65,6 +70,7 @@ class AheadTokens:
         self._position = self._end
         if not messages:
             return None
+        self.last = messages[-1]
         verdicts = [ahead_from_proto(one, vocab_size, has_logprobs=has_logprobs) for one in messages]
         first, *others = verdicts
         more = [(other.next_token_id, *other.further_token_ids) for other in others]

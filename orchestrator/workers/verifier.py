@@ -258,6 +258,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         verdict = ahead.take(vocab_size, has_logprobs=session.num_top_logprobs is not None)
         if verdict is not None:
             self._num_known = session.num_committed
+            if session.calls is not None:
+                session.calls(link.role, link.address).answered(ahead.last)
         return verdict
 
     def _listen(self, message: target_pb.AheadTokens) -> None:
