@@ -41,14 +41,14 @@ class AheadTokens:
         self._epoch, self._position, self._end = epoch, position, position
         self._messages, self._is_coming = [], position != NOWHERE
 
-    def put(self, message: target_pb.AheadTokens) -> None:
-        """Keep tokens that follow those before; a message without an epoch says that no more will come."""
-        if message.epoch:
+    def put(self, message: target_pb.AheadTokens | None) -> None:
+        """Keep tokens that follow those before; without an epoch or a message no more will come."""
+        if message is not None and message.epoch:
             if (message.epoch, message.base_position) != (self._epoch, self._end):
                 return  # of a block before
             self._messages.append(message)
             self._end += len(message.token_ids)
-        self._is_coming &= not message.is_last
+        self._is_coming &= message is not None and not message.is_last
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 

@@ -87,7 +87,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         self.backoff = Backoff()  # pauses the use of a worker that is connected but late
         self.timeout = AdaptiveTimeout()
         self.is_draining = False  # the worker shuts down: it answers calls in flight and takes no new ones
-        # What takes the messages about one session that answer no call, by session.
+        # What takes the messages about one session that answer no call, by session; None: no more will come.
         self.listeners: dict[str, Callable[[Any], None]] = {}
         self._protocol = protocol
         self._check, self._on_change, self._tls = check, on_change, tls
@@ -277,6 +277,8 @@ class WorkerConnection(Generic[BlockT, ResultT]):
             if not future.done():
                 message = f"the link to the {self.role} worker at {self.address} broke: {reason}"
                 future.set_exception(UnavailableError(message))
+        for listener in list(self.listeners.values()):
+            listener(None)
         self._on_change()
 
 

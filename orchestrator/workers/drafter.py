@@ -138,8 +138,9 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             super()._attach(session, link)
             self._prepared.expect_nothing()
 
-    def _listen(self, message: draft_pb.AheadProposal) -> None:
-        self._prepared.put(message)
+    def _listen(self, message: draft_pb.AheadProposal | None) -> None:
+        if message is not None:
+            self._prepared.put(message)
 
     def release(self, session: Session) -> None:
         if self._prefill is not None:

@@ -262,7 +262,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 session.calls(link.role, link.address).answered(ahead.last)
         return verdict
 
-    def _listen(self, message: target_pb.AheadTokens) -> None:
+    def _listen(self, message: target_pb.AheadTokens | None) -> None:
         self._ahead.put(message)
 
     def _attach(self, session: Session, link: TargetLink) -> None:

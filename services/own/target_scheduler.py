@@ -147,7 +147,8 @@ class TargetScheduler:
     def _end_overtaken(self) -> None:
         """End decoding ahead for sessions that have another block."""
         for name in self.queue.waiting:
-            if (ahead := self._decoding.pop(name, None)) is not None:
+            ahead = self._decoding.pop(name, None)
+            if ahead is not None and self.queue.running.get(name) is ahead:
                 self.queue.answer(ahead, ahead.take(is_last=True))
 
     def _decode_ahead(self) -> None:

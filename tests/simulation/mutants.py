@@ -119,7 +119,7 @@ MUTANTS: dict[str, tuple[str, Callable[[ast.AST], _Edit]]] = {
     ),
     "a release is lost": (f"{_LINK}.release", statement("self._releases.append")),
     "a session stays attached to its link": (f"{_LINK}.release", statement("self.sessions.discard")),
-    "a listener stays after a release": (_RELEASE, statement("listeners.pop")),
+    "a listener stays after a release": (_RELEASE, statement("self._stop_listening")),
     "tokens decoded ahead may leave a gap": (
         _AHEAD, expression("(message.epoch, message.base_position)", "(message.epoch, self._end)")
     ),
