@@ -67,6 +67,10 @@ class Verdict:
     next_origin: TokenOrigin  # which of these
     num_tested: int  # proposed tokens that were tested: the accepted ones, plus one when a test failed
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per emitted token if requested, else empty
+    # Tokens after the next one, which the target worker decoded ahead; their logprobs come last.
+    further_token_ids: tuple[int, ...] = ()
+    is_followed: bool = False  # whether the target worker decodes ahead now
+    is_ahead: bool = False  # whether the tokens were decoded ahead, without a block that asked for them
     # If requested from the target worker. None in the orchestrator, which may convert them in a thread.
     prompt_logprobs: PromptLogprobs | None = None
     timing: VerifyTiming | None = None  # set by the orchestrator; None if the worker reported none

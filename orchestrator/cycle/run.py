@@ -76,6 +76,7 @@ async def run_cycle(
         is_fallback=draft_failed or proposal.is_fallback or shape.is_fallback,
         is_prepared=proposal.is_prepared,
         started=start,
+        is_ahead=verdict.is_ahead,
     )
     controller.observe(cycle)
     return cycle
@@ -130,13 +131,15 @@ def _emitted(
                 f"session {session.session_id}: {verdict.accepted_path} is no path of the proposal"
             )
         parent = node
-    if session.num_top_logprobs is not None and len(verdict.logprobs) != len(verdict.accepted_path) + 1:
+    further = verdict.further_token_ids
+    num_emitted = len(verdict.accepted_path) + 1 + len(further)
+    if session.num_top_logprobs is not None and len(verdict.logprobs) != num_emitted:
         raise InternalError(
             f"session {session.session_id}: {len(verdict.logprobs)} log-probabilities came back"
         )
     accepted = tuple(proposal.token_ids[node] for node in verdict.accepted_path)
-    origins = (*(TokenOrigin.ACCEPTED for _ in accepted), verdict.next_origin)
-    return (*accepted, verdict.next_token_id), origins
+    own = verdict.next_origin, *(TokenOrigin.BONUS for _ in further)
+    return (*accepted, verdict.next_token_id, *further), (*(TokenOrigin.ACCEPTED for _ in accepted), *own)
 
 
 def _parent(proposal: Proposal, node: int) -> int:

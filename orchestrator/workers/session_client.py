@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Generic
+from typing import Any, Generic
 
 import grpc
 from google.rpc import status_pb2
@@ -44,6 +44,7 @@ class WorkerSession(Generic[BlockT, ResultT]):
         if self._link is not None:
             if self._num_known > 0:
                 self._link.prefixes.add(self._keys(session))
+            self._stop_listening(session)
             self._link.release(session.session_id, session.epoch)
             self._link = None
 
@@ -70,12 +71,24 @@ class WorkerSession(Generic[BlockT, ResultT]):
             self.release(session)
             self._link, self._num_known = link, 0
             link.sessions.add(session.session_id)
+            if (before := link.listeners.get(session.session_id)) is not None:
+                before(None)  # a former owner of the session in this process
+            link.listeners[session.session_id] = self._listen
 
     def _detach(self, session: Session) -> None:
         """Detach without a release; the worker evicts the session's cache itself, if it still runs."""
         if self._link is not None:
+            self._stop_listening(session)
             self._link.sessions.discard(session.session_id)
             self._link = None
+
+    def _listen(self, message: Any) -> None:
+        """Take what the worker prepared for the session; None: no more will come."""
+        raise NotImplementedError
+
+    def _stop_listening(self, session: Session) -> None:
+        if self._link is not None and self._link.listeners.get(session.session_id) == self._listen:
+            del self._link.listeners[session.session_id]
 
     async def _ask(
         self,

@@ -33,6 +33,7 @@ from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import EMPTY, PLAIN, Draft, DraftHere
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
+from orchestrator.workers.ahead_tokens import CROWD, MAX_AHEAD, NOWHERE, AheadTokens
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.session_client import WorkerSession
@@ -175,6 +176,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     def __init__(self, pool: TargetPool, spec: pb.SessionSpec, *, timeout_s: float, wait_s: float) -> None:
         super().__init__(pool, spec)
         self._timeout_s, self._wait_s = timeout_s, wait_s
+        self._ahead = AheadTokens()
         self._identity = ""
         self._grammars = grammar_identity() if spec.sampling.grammar else ""
 
@@ -208,8 +210,13 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             sent, path = _sent(draft, takes_trees=session.takes_trees)
             start = time.monotonic()
             try:
+                if (verdict := await self._decoded_ahead(session, link)) is not None:
+                    return verdict
                 timeout_s = self._timeout_s + (session.num_committed - self._num_known) * PREFILL_TOKEN_S
-                result = await self._ask(session, link, timeout_s, partial(_block, session, sent))
+                num_ahead = self._num_ahead(session, link)
+                self._ahead.expect(session.epoch, session.num_committed + 1 if num_ahead else NOWHERE)
+                block = partial(_block, session, sent, num_ahead)
+                result = await self._ask(session, link, timeout_s, block)
             except (UnavailableError, DeadlineExceededError) as error:
                 session.left_s(0)  # raises past the caller's deadline: failover would not help
                 self._leave(session, link, error, time.monotonic() - start)
@@ -220,6 +227,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 await asyncio.sleep(pause_s)
                 continue
             link.backoff.succeeded()
+            if not result.is_followed:
+                self._ahead.expect(0, NOWHERE)
             # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             verdict = _verdict(session, link, result, sent, path)
@@ -233,6 +242,33 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             if session.num_emitted == 0:
                 session.num_cached = min(result.timing.cached_tokens, len(session.prompt))
             return verdict
+
+    def _num_ahead(self, session: Session, link: TargetLink) -> int:
+        is_ahead = session.is_plain and len(link.sessions) >= CROWD and not session.lacks_prompt_logprobs
+        return min(MAX_AHEAD, session.remaining - 1) if is_ahead else 0
+
+    async def _decoded_ahead(self, session: Session, link: TargetLink) -> Verdict | None:
+        """Return what the worker has decoded ahead, after waiting for it if it is on its way."""
+        ahead = self._ahead
+        if not ahead.follow(session.epoch, session.num_committed):
+            return None
+        if (arrival := ahead.arrival()) is not None:
+            await link.wait(arrival, session.left_s(self._timeout_s))
+        vocab_size = link.info.vocab_size if link.info is not None else 0
+        verdict = ahead.take(vocab_size, has_logprobs=session.num_top_logprobs is not None)
+        if verdict is not None:
+            self._num_known = session.num_committed
+            if session.calls is not None:
+                session.calls(link.role, link.address).answered(ahead.last)
+        return verdict
+
+    def _listen(self, message: target_pb.AheadTokens | None) -> None:
+        self._ahead.put(message)
+
+    def _attach(self, session: Session, link: TargetLink) -> None:
+        if link is not self._link:
+            self._ahead.expect(0, NOWHERE)
+        super()._attach(session, link)
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:
         """Return the worker in use if it is usable, else another one of the session's model."""
@@ -282,13 +318,14 @@ def _sent(draft: Draft, *, takes_trees: bool) -> tuple[Draft, tuple[int, ...] | 
     return draft.path(path), path
 
 
-def _block(session: Session, draft: Draft) -> target_pb.VerifyBlock:
+def _block(session: Session, draft: Draft, num_ahead: int) -> target_pb.VerifyBlock:
     shape, proposal = (draft.shape, EMPTY) if isinstance(draft, DraftHere) else (PLAIN, draft)
     head = target_pb.HeadDraft(gamma=shape.depth, max_nodes=shape.max_nodes) if session.uses_head else None
     return target_pb.VerifyBlock(
         head=head,
         proposal=proposal_to_proto(proposal),
         num_top_logprobs=session.num_top_logprobs,
+        num_ahead=num_ahead,
         num_prompt_logprobs=session.num_prompt_logprobs if session.lacks_prompt_logprobs else None,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gammaray.blocks import Shape
+from gammaray.blocks import Shape, TokenLogprobs
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.grammar.matcher import GrammarState
@@ -116,6 +116,7 @@ class VerifyTask(Task):
     num_top_logprobs: int | None  # alternatives per emitted token; None: no log-probabilities
     num_prompt_logprobs: int | None = None  # the same for each token of the prompt
     head: Shape | None = None  # what the head drafts first; depth 0: nothing; None: no states are kept either
+    num_ahead: int = 0  # tokens that are decoded after the answer, before they are asked for; an upper bound
 
     @property
     def reads_anew(self) -> bool:
@@ -148,6 +149,17 @@ class Prepared:
     task: ProposeTask
     token_ids: Sequence[int]
     proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class AheadTokens:
+    """Tokens that follow those of an answer, each drawn plainly before it was asked for."""
+
+    task: VerifyTask
+    base_position: int  # absolute position of the first one
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()  # one per token if the task has them
+    is_last: bool = False  # whether no more will come without another block
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
@@ -16,13 +16,19 @@ from gammaray.grammar.matcher import grammar_identity
 from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as pb
-from gammaray.wire.blocks import fill_verdict, proposal_from_proto, proposal_to_proto, shape_from_proto
+from gammaray.wire.blocks import (
+    add_logprobs,
+    fill_verdict,
+    proposal_from_proto,
+    proposal_to_proto,
+    shape_from_proto,
+)
 from services.engines.choice import choose
 from services.engines.interface import Served
 from services.process.server import guarded
 from services.process.worker import Worker
-from services.scheduling.tasks import Reply, VerifyTask
-from services.streaming.messages import Model, describe, fill_result, task_fields
+from services.scheduling.tasks import AheadTokens, Reply, VerifyTask
+from services.streaming.messages import Model, describe, fill_result, fill_timing, task_fields
 from services.streaming.streams import Deliver, Streams
 
 DEFAULT_TIMEOUT_MS = 60_000
@@ -42,7 +48,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         frames = self._streams.serve(request_iterator, self._parse)
         async with guarded(context), aclosing(frames):
             async for replies in frames:
-                yield pb.VerifyResponse(results=map(_result, replies), is_draining=self._streams.is_leaving)
+                yield _response(replies, is_draining=self._streams.is_leaving)
 
     async def GetTargetInfo(
         self, request: pb.GetTargetInfoRequest, context: grpc.aio.ServicerContext
@@ -82,6 +88,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             num_top_logprobs=num_top,
             num_prompt_logprobs=num_prompt,
             head=head,
+            num_ahead=min(block.num_ahead, max(0, model.max_context - block.base_position)),
         )
         task.validate(model.vocab_size, model.max_context)
         end = task.base_position + proposal.depth
@@ -102,11 +109,39 @@ def check_identity(block: pb.VerifyBlock, model: Model) -> None:
         raise InvalidArgumentError("spec.adapter", adapter, allowed)
 
 
+def _response(replies: Sequence[Reply], *, is_draining: bool) -> pb.VerifyResponse:
+    response = pb.VerifyResponse(is_draining=is_draining)
+    for reply in replies:
+        if reply.request_id == 0:
+            response.ahead.append(_ahead(reply))
+        else:
+            response.results.append(_result(reply))
+    return response
+
+
+def _ahead(reply: Reply) -> pb.AheadTokens:
+    """Return tokens that were decoded ahead; an error only ends them: the next block gets its own."""
+    tokens = reply.outcome
+    if not isinstance(tokens, AheadTokens):
+        return pb.AheadTokens(session_id=reply.session_id, is_last=True)
+    message = pb.AheadTokens(
+        session_id=reply.session_id,
+        epoch=tokens.task.epoch,
+        base_position=tokens.base_position,
+        token_ids=tokens.token_ids,
+        is_last=tokens.is_last,
+    )
+    add_logprobs(message.logprobs, tokens.logprobs)
+    fill_timing(message.timing, reply.timing)
+    return message
+
+
 def _result(reply: Reply) -> pb.VerifyResult:
     result = pb.VerifyResult()
     fill_result(result, reply)
     if isinstance(reply.outcome, Verdict):
         fill_verdict(result.verdict, reply.outcome)
+        result.is_followed = reply.outcome.is_followed
         if reply.outcome.drafted is not None:
             result.drafted.CopyFrom(proposal_to_proto(reply.outcome.drafted))
             result.is_prepared = reply.outcome.drafted.is_prepared

@@ -75,7 +75,8 @@ _RESUME, _REPLAY = f"{_LIFECYCLE}:SessionManager._resume", f"{_LIFECYCLE}:OpenSe
 _SDK = "gammaray/client/resume.py:stream_completion"
 _PLACE = "orchestrator/access/admission.py:Admission.place"
 _LINK = "orchestrator/workers/connection.py:WorkerConnection"
-_DRAFTER = "orchestrator/workers/drafter.py:RemoteDrafter.release"
+_RELEASE = "orchestrator/workers/session_client.py:WorkerSession.release"
+_AHEAD = "orchestrator/workers/ahead_tokens.py:AheadTokens.put"
 _VERIFIER = "orchestrator/workers/verifier.py:FencedVerifier.verify"
 _COPY, _TABLE = (f"services/scheduling/sessions.py:Session{rest}" for rest in ("Copy.merge", "Table.admit"))
 _MATCH = "services/scheduling/batcher.py:Batcher.match"
@@ -118,7 +119,13 @@ MUTANTS: dict[str, tuple[str, Callable[[ast.AST], _Edit]]] = {
     ),
     "a release is lost": (f"{_LINK}.release", statement("self._releases.append")),
     "a session stays attached to its link": (f"{_LINK}.release", statement("self.sessions.discard")),
-    "a listener stays after a release": (_DRAFTER, statement("listeners.pop")),
+    "a listener stays after a release": (_RELEASE, statement("self._stop_listening")),
+    "tokens decoded ahead may leave a gap": (
+        _AHEAD, expression("(message.epoch, message.base_position)", "(message.epoch, self._end)")
+    ),
+    "tokens decoded ahead for an owner before": (
+        _AHEAD, expression("(message.epoch, message.base_position)", "(self._epoch, message.base_position)")
+    ),
     "a dropped session counts as cancelled": (_VERIFIER, statement("dropped = error", "raise")),
     "a worker keeps tokens that differ from the committed ones": (_COPY, statement("break")),
     "a worker does not compare epochs": (_TABLE, expression("task.epoch < session.epoch", "False")),

@@ -6,7 +6,7 @@ from typing import Any
 from gammaray.blocks import Shape, Verdict
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.own.target_scheduler import TargetScheduler
-from services.scheduling.tasks import VerifyTask
+from services.scheduling.tasks import Reply, VerifyTask
 from tests.support.vllm_helpers import NOTHING, Session
 
 
@@ -32,9 +32,10 @@ class Run(Session):
     def ask(self, block: VerifyTask) -> Verdict:
         """Return a block's verdict, without drafting ahead."""
         self.scheduler.submit([block])
-        while not (replies := self.scheduler.step()):
-            pass
-        verdict = replies[0][1].outcome
+        replies = list[Reply]()
+        while not replies:
+            replies = [reply for task, reply in self.scheduler.step() if task is block]
+        verdict = replies[0].outcome
         assert isinstance(verdict, Verdict), verdict
         return verdict
 
