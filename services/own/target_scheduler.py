@@ -30,7 +30,7 @@ from services.scheduling.masks import MaskThreads, wait_for_masks
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import AheadTokens, Release, Reply, Timing, VerifyTask
+from services.scheduling.tasks import AheadTokens, Release, Reply, VerifyTask
 from services.speculation.local_drafter import Request, TargetHead
 from services.verification.verdicts import judge, token_logprobs
 
@@ -155,10 +155,9 @@ class TargetScheduler:
         """Send the tokens that have waited long enough, and begin with the sessions answered in this step."""
         running, now = self.queue.running, time.monotonic()
         self._decoding = {name: ahead for name, ahead in self._decoding.items() if running.get(name) is ahead}
-        for name, ahead in self._decoding.items():
+        for ahead in self._decoding.values():
             if ahead.token_ids and now >= ahead.sent_at + AHEAD_PERIOD_S:
-                self.queue.replies.append((ahead.task, Reply(0, name, ahead.take(), ahead.timing)))
-                ahead.timing = Timing()
+                self.queue.send(ahead, ahead.take())
         answered, self._answered = self._answered, []
         for task, session in answered:
             own = replace(task, request_id=0, base_position=len(session.tokens), context=(), spec=None)
@@ -280,7 +279,6 @@ class TargetScheduler:
         ahead.logprobs += verdict.logprobs
         ahead.task.base_position += 1
         ahead.task.num_ahead -= 1
-        ahead.task.arrived = time.monotonic()  # no block of others waits behind all of these tokens
         is_last = ahead.task.num_ahead == 0 or _ends(ahead.session)
         return ahead.take(is_last=True) if is_last else None
 
