@@ -123,9 +123,6 @@ MUTANTS: dict[str, tuple[str, Callable[[ast.AST], _Edit]]] = {
     "tokens decoded ahead may leave a gap": (
         _AHEAD, expression("(message.epoch, message.base_position)", "(message.epoch, self._end)")
     ),
-    "tokens decoded ahead for an owner before": (
-        _AHEAD, expression("(message.epoch, message.base_position)", "(self._epoch, message.base_position)")
-    ),
     "a dropped session counts as cancelled": (_VERIFIER, statement("dropped = error", "raise")),
     "a worker keeps tokens that differ from the committed ones": (_COPY, statement("break")),
     "a worker does not compare epochs": (_TABLE, expression("task.epoch < session.epoch", "False")),
