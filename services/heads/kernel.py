@@ -25,8 +25,8 @@ def kernel_obstacle(head: EagleHead) -> str:
     config, weight = head.config, head.fc.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return f"the head is on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
-    if config.head_dim % 2 or config.head_dim > MAX_HEAD_DIM:
-        return f"a head of {config.head_dim} is not covered"
+    if (head_dim := config.layer.head_dim) % 2 or head_dim > MAX_HEAD_DIM:
+        return f"a head of {head_dim} is not covered"
     return load_kernel().reason
 
 
@@ -54,10 +54,10 @@ class HeadKernelRunner(NativeRunner):
     def __init__(self, name: str, head: EagleHead, max_context: int, weights: str = "auto") -> None:
         quantised = {} if weights == "auto" else quantised_matrices(head)
         super().__init__(_packed(name, head, max_context, quantised))
-        config = head.config
-        self.head, self.target_taps = head, config.taps
+        layer = head.config.layer
+        self.head, self.target_taps = head, head.config.taps
         self._fc = KernelMap(head.fc, self.model.kernel, quantised)
-        self._states = HeadStates(2 * config.num_kv_heads, config.head_dim, config.hidden_size)
+        self._states = HeadStates(2 * layer.num_key_value_heads, layer.head_dim, layer.hidden_size)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -88,7 +88,7 @@ class HeadKernelRunner(NativeRunner):
 
     def _tap_state(self, batch: Batch) -> Tensor:
         """Let the next forward record the last state of each row; return them, [rows, hidden_size]."""
-        states = torch.empty(len(batch.token_ids), 1, self.head.config.hidden_size)
+        states = torch.empty(len(batch.token_ids), 1, self.head.config.layer.hidden_size)
         batch.taps = Taps((1,), states)
         return states[:, 0]
 
@@ -98,8 +98,8 @@ def _packed(
 ) -> NativeModel:
     library = load_kernel().library
     assert library is not None
-    config = head.config
-    num_outputs, head_dim = config.num_outputs, config.head_dim
+    config, shape = head.config, head.config.layer
+    num_outputs, head_dim = config.num_outputs, shape.head_dim
     model = NativeModel(library, ModelWeights(), num_outputs, head_dim, head.rotary, max_context)
     packer = Packer(library, model.kept, quantised)
     layer = cast(EagleLayer, head.layers[0])
@@ -108,10 +108,10 @@ def _packed(
     layers = (LayerWeights * 1)(packer.layer(layer, norms, None))
     model.kept.append(layers)
     weights = model.weights
-    weights.hidden, weights.intermediate = config.hidden_size, config.intermediate_size
-    weights.heads, weights.kv_heads = config.num_heads, config.num_kv_heads
+    weights.hidden, weights.intermediate = shape.hidden_size, shape.intermediate_size
+    weights.heads, weights.kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     weights.head_dim, weights.layers = head_dim, 1
-    weights.scaling, weights.norm_eps = head_dim**-0.5, config.norm_eps
+    weights.scaling, weights.norm_eps = head_dim**-0.5, shape.rms_norm_eps
     weights.embedding, weights.embedding_scale = packer.embedding(head.embed_tokens.weight)
     weights.head, weights.layer, weights.is_head = packer.maps(head.lm_head), layers, True
     weights.last_norm = packer.vector(head.norm.weight)
