@@ -39,6 +39,16 @@ class EagleConfig:
     norm_before_residual: bool = False  # whether the residual begins with the normalised feature
     norm_output: bool = False  # whether the normalised state stands in for the next feature
 
+    @property
+    def head_dim(self) -> int:
+        assert self.layer.head_dim is not None  # transformers has set it
+        return self.layer.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        assert self.layer.num_key_value_heads is not None  # as well
+        return self.layer.num_key_value_heads
+
 
 def _normed(x: Tensor, eps: float) -> Tensor:
     wide = x.float()
@@ -51,13 +61,12 @@ class _Attention(nn.Module):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        layer = config.layer
-        size, bias, dim = layer.hidden_size, layer.attention_bias, layer.head_dim
-        num_heads, num_kv_heads = layer.num_attention_heads, layer.num_key_value_heads
+        layer, dim = config.layer, config.head_dim
+        size, num_heads, bias = layer.hidden_size, layer.num_attention_heads, layer.attention_bias
         # The embedding and the feature are side by side.
         self.q_proj = nn.Linear(2 * size, num_heads * dim, bias=bias)
-        self.k_proj = nn.Linear(2 * size, num_kv_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(2 * size, num_kv_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(2 * size, config.num_kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(2 * size, config.num_kv_heads * dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * dim, size, bias=bias)
         if config.has_head_norms:
             self.q_norm, self.k_norm = (LlamaRMSNorm(dim, layer.rms_norm_eps) for _ in range(2))

@@ -173,14 +173,15 @@ def _config(
     if taps is None:
         depth = target.num_hidden_layers
         taps = (2, depth // 2, depth - 3)
-    check_head_dim(name, own.head_dim)
-    return EagleConfig(
+    config = EagleConfig(
         taps=tuple(_numbers(name, taps)),
         target_hidden_size=stored.get("target_hidden_size") or own.hidden_size,
         num_outputs=stored.get("draft_vocab_size") or own.vocab_size,
         layer=own,
         **variant,
     )
+    check_head_dim(name, config.head_dim)
+    return config
 
 
 def _checked(name: str, config: EagleConfig, target: PretrainedConfig) -> EagleConfig:

@@ -25,8 +25,8 @@ def kernel_obstacle(head: EagleHead) -> str:
     config, weight = head.config, head.fc.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return f"the head is on {weight.device.type} in {str(weight.dtype).removeprefix('torch.')}"
-    if (head_dim := config.layer.head_dim) % 2 or head_dim > MAX_HEAD_DIM:
-        return f"a head of {head_dim} is not covered"
+    if config.head_dim % 2 or config.head_dim > MAX_HEAD_DIM:
+        return f"a head of {config.head_dim} is not covered"
     return load_kernel().reason
 
 
@@ -54,10 +54,10 @@ class HeadKernelRunner(NativeRunner):
     def __init__(self, name: str, head: EagleHead, max_context: int, weights: str = "auto") -> None:
         quantised = {} if weights == "auto" else quantised_matrices(head)
         super().__init__(_packed(name, head, max_context, quantised))
-        layer = head.config.layer
-        self.head, self.target_taps = head, head.config.taps
+        config = head.config
+        self.head, self.target_taps = head, config.taps
         self._fc = KernelMap(head.fc, self.model.kernel, quantised)
-        self._states = HeadStates(2 * layer.num_key_value_heads, layer.head_dim, layer.hidden_size)
+        self._states = HeadStates(2 * config.num_kv_heads, config.head_dim, config.layer.hidden_size)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -99,7 +99,7 @@ def _packed(
     library = load_kernel().library
     assert library is not None
     config, shape = head.config, head.config.layer
-    num_outputs, head_dim = config.num_outputs, shape.head_dim
+    num_outputs, head_dim = config.num_outputs, config.head_dim
     model = NativeModel(library, ModelWeights(), num_outputs, head_dim, head.rotary, max_context)
     packer = Packer(library, model.kept, quantised)
     layer = cast(EagleLayer, head.layers[0])
@@ -109,7 +109,7 @@ def _packed(
     model.kept.append(layers)
     weights = model.weights
     weights.hidden, weights.intermediate = shape.hidden_size, shape.intermediate_size
-    weights.heads, weights.kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    weights.heads, weights.kv_heads = shape.num_attention_heads, config.num_kv_heads
     weights.head_dim, weights.layers = head_dim, 1
     weights.scaling, weights.norm_eps = head_dim**-0.5, shape.rms_norm_eps
     weights.embedding, weights.embedding_scale = packer.embedding(head.embed_tokens.weight)

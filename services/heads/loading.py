@@ -62,7 +62,7 @@ def load_head(name: str, target: str, like: EagleHead | None = None) -> tuple[Ea
     check_weights(name, head.state_dict(), weights)
     with torch.device("cpu"):
         rotary = type(head.rotary)(config.layer)  # its buffers are no weights
-        check_rotary(name, rotary, config.layer.head_dim)
+        check_rotary(name, rotary, config.head_dim)
     head.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
     head.rotary = rotary
     return head.eval().requires_grad_(False), target_ids

@@ -27,9 +27,9 @@ class HeadRunner(Runner):
     """Runs steps of a head with torch, on any device."""
 
     def __init__(self, head: EagleHead) -> None:
-        layer = head.config.layer
-        self.head, self.target_taps = head, head.config.taps
-        self._states = HeadStates(layer.num_key_value_heads, 2 * layer.head_dim, layer.hidden_size)
+        config = head.config
+        self.head, self.target_taps = head, config.taps
+        self._states = HeadStates(config.num_kv_heads, 2 * config.head_dim, config.layer.hidden_size)
 
     @property
     def cache_shape(self) -> CacheShape:
