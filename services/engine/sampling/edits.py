@@ -22,6 +22,8 @@ from gammaray.grammar.matcher import TOO_COMPLEX, GrammarState
 from gammaray.types import Proposal, SamplingParams
 
 _MAX_LOGIT = 1e8
+# Above this share of the vocabulary, whole rows are faster and no larger than lists of ids.
+_WIDE_SHARE = 0.125
 
 
 def row_paths(proposal: Proposal) -> list[Sequence[int]]:
@@ -73,11 +75,11 @@ class LogitEdits:
         self.unmasked_rows: frozenset[int] = frozenset()
         eos = _array(eos_token_ids) if params.min_tokens else None
         self._mask = _Mask(_masked(params, eos, vocab_size), device)
-        self._bias = _Bias(params, device) if params.logit_bias else None
+        self._bias = _Bias(params, vocab_size, device) if params.logit_bias else None
         self._eos = None if eos is None else torch.from_numpy(eos).to(device)
         self._penalties: _Penalties | None = None
         if _has_penalties(params):
-            self._penalties = _Penalties(params, prompt_length, device)
+            self._penalties = _Penalties(params, prompt_length, vocab_size, device)
         self._num_tokens = 0
 
     @staticmethod
@@ -205,22 +207,37 @@ class _Mask:
 
 
 class _Bias:
-    def __init__(self, params: SamplingParams, device: torch.device | str) -> None:
+    """The logit bias: ids and values, or a row of the vocabulary if there are many."""
+
+    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str) -> None:
         token_ids = _array(params.logit_bias)
         values = np.fromiter(params.logit_bias.values(), np.float64, len(token_ids)).astype(np.float32)
-        self._token_ids = torch.from_numpy(token_ids).to(device)
+        self._token_ids: Tensor | None = None
+        if len(token_ids) > vocab_size * _WIDE_SHARE:
+            # Adding -0.0 changes no bit of any number, while 0.0 would change -0.0.
+            row = np.full(vocab_size, -0.0, dtype=np.float32)
+            row[token_ids] = values
+            values = row
+        else:
+            self._token_ids = torch.from_numpy(token_ids).to(device)
         self._values = torch.from_numpy(values).to(device)
 
     def apply(self, logits: Tensor) -> None:
-        biased = logits.index_select(1, self._token_ids) + self._values
-        logits.index_copy_(1, self._token_ids, biased)
+        if self._token_ids is None:
+            logits += self._values
+        else:
+            biased = logits.index_select(1, self._token_ids) + self._values
+            logits.index_copy_(1, self._token_ids, biased)
 
 
 class _Penalties:
     """Penalties, which tokens the prompt contains, and how often the output contains each."""
 
-    def __init__(self, params: SamplingParams, prompt_length: int, device: torch.device | str) -> None:
-        self._params, self._device, self._prompt_length = params, device, prompt_length
+    def __init__(
+        self, params: SamplingParams, prompt_length: int, vocab_size: int, device: torch.device | str
+    ) -> None:
+        self._params, self._device = params, device
+        self._prompt_length, self._vocab_size = prompt_length, vocab_size
         # A factor rounded to 0 would turn a logit of 0 into 0 / 0.
         self._factor = max(np.float32(params.repetition_penalty), np.finfo(np.float32).smallest_subnormal)
         self._clear()
@@ -228,8 +245,8 @@ class _Penalties:
     def _clear(self) -> None:
         self._num_prompt = 0
         self._output: list[int] = []
-        # One column per token that occurred, in order of the ids.
-        self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
+        # One column per token that occurred, in order of the ids; None if many did: one per token.
+        self._token_ids: NDArray[np.int64] | None = np.empty(0, np.int64)
         self._in_prompt = np.empty(0, np.bool_)
         self._counts = np.empty(0, np.float32)
         self._factors = np.empty(0, np.float32)
@@ -266,8 +283,8 @@ class _Penalties:
         params = self._params
         columns, *arrays = self._with_paths(paths)
         counts, factors = (torch.from_numpy(array).to(self._device) for array in arrays)
-        token_ids = torch.from_numpy(columns).to(self._device)
-        scores = logits.index_select(1, token_ids)
+        token_ids = None if columns is None else torch.from_numpy(columns).to(self._device)
+        scores = logits if token_ids is None else logits.index_select(1, token_ids)
         counts, spare = counts.expand_as(scores), torch.empty_like(scores)
         if params.repetition_penalty != 1:
             # Positive logits are divided by the factor and others multiplied, which is the smaller of the two
@@ -284,12 +301,12 @@ class _Penalties:
             scores.sub_(torch.mul(counts, params.frequency_penalty, out=spare))
         if params.presence_penalty:
             scores.sub_(torch.clamp(counts, max=1, out=spare).mul_(params.presence_penalty))
-        return logits.index_copy_(1, token_ids, scores)
+        return scores if token_ids is None else logits.index_copy_(1, token_ids, scores)
 
     def _with_paths(
         self, paths: Sequence[Sequence[int]]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-        """Return the columns' token ids, and counts and factors [rows or 1, columns]."""
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.float32], NDArray[np.float32]]:
+        """Return the columns' token ids (None for all), and counts and factors [rows or 1, columns]."""
         lengths = [len(path) for path in paths]
         total = sum(lengths)
         token_ids, counts, factors = self._token_ids, self._counts, self._factors
@@ -297,14 +314,15 @@ class _Penalties:
             return token_ids, counts[None], factors[None]
         columns = np.fromiter(chain.from_iterable(paths), np.int64, total)
         rows = np.repeat(np.arange(len(paths)), lengths)
-        distinct, inverse = np.unique(columns, return_inverse=True)
-        places, is_new = _places(token_ids, distinct)
-        num_new = int(is_new.sum())
-        places[is_new] = len(token_ids) + np.arange(num_new)
-        columns = places[inverse]
-        token_ids = np.concatenate([token_ids, distinct[is_new]])
-        counts = np.concatenate([counts, np.zeros(num_new, np.float32)])
-        factors = np.concatenate([factors, np.ones(num_new, np.float32)])
+        if token_ids is not None:
+            distinct, inverse = np.unique(columns, return_inverse=True)
+            places, is_new = _places(token_ids, distinct)
+            num_new = int(is_new.sum())
+            places[is_new] = len(token_ids) + np.arange(num_new)
+            columns = places[inverse]
+            token_ids = np.concatenate([token_ids, distinct[is_new]])
+            counts = np.concatenate([counts, np.zeros(num_new, np.float32)])
+            factors = np.concatenate([factors, np.ones(num_new, np.float32)])
         counts, factors = np.tile(counts, (len(paths), 1)), np.tile(factors, (len(paths), 1))
         # NOTE: with one flat index of the same dtype it takes a twentieth of the time.
         np.add.at(counts.reshape(-1), rows * (counts.size // len(counts)) + columns, np.float32(1))
@@ -314,6 +332,8 @@ class _Penalties:
     def _columns(self, tokens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the columns of the distinct tokens, creating missing ones, and how often each occurs."""
         distinct, amounts = np.unique(_array(tokens), return_counts=True)
+        if self._token_ids is None:
+            return distinct, amounts
         places, is_new = _places(self._token_ids, distinct)
         if not is_new.any():
             return places, amounts
@@ -322,7 +342,20 @@ class _Penalties:
         self._in_prompt = np.insert(self._in_prompt, at, False)
         self._counts = np.insert(self._counts, at, 0)
         self._factors = np.insert(self._factors, at, 1)
-        return np.searchsorted(self._token_ids, distinct), amounts
+        if len(self._token_ids) <= self._vocab_size * _WIDE_SHARE:
+            return np.searchsorted(self._token_ids, distinct), amounts
+        self._widen(self._token_ids)
+        return distinct, amounts
+
+    def _widen(self, token_ids: NDArray[np.int64]) -> None:
+        """Switch to a column per token of the vocabulary."""
+        narrow = self._in_prompt, self._counts, self._factors
+        self._in_prompt = np.zeros(self._vocab_size, np.bool_)
+        self._counts = np.zeros(self._vocab_size, np.float32)
+        self._factors = np.ones(self._vocab_size, np.float32)
+        for wide, values in zip((self._in_prompt, self._counts, self._factors), narrow, strict=True):
+            wide[token_ids] = values
+        self._token_ids = None
 
 
 def _places(
