@@ -29,7 +29,7 @@ class HeadRunner(Runner):
     def __init__(self, head: EagleHead) -> None:
         config = head.config
         self.head, self.target_taps = head, config.taps
-        self._states = HeadStates(config.num_kv_heads, 2 * config.head_dim, config.hidden_size)
+        self._states = HeadStates(config.num_kv_heads, 2 * config.head_dim, config.layer.hidden_size)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -86,11 +86,11 @@ def head_engine(
         runner.cache_shape,
         budget_bytes,
         model_name=name,
-        vocab_size=head.config.vocab_size,
+        vocab_size=head.config.layer.vocab_size,
         max_context=max_context,
         kernel=f"none: {obstacle}" if obstacle else load_kernel().variant,
     )
-    engine.draft_for(DraftFormat(head.config.vocab_size, None, target_ids))
+    engine.draft_for(DraftFormat(head.config.layer.vocab_size, None, target_ids))
     _check(engine, head.config)
     return engine
 

@@ -21,9 +21,6 @@ from services.speculation.predictor import DraftModel, Predictor
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node, SpeculationTree
 
-MAX_CUT_SHARE = 0.25
-"""Share of runs that filters may cut short; a session above it drafts one forward at a time."""
-
 
 class Speculation:
     """The speculation tree below a session's committed tokens.
@@ -47,7 +44,6 @@ class Speculation:
         self._is_rejected = False
         self.is_continued = False
         self._spec: SessionSpec | None = None
-        self._cut_share = 0.0
         self.begin()
 
     def begin(self) -> None:
@@ -211,7 +207,7 @@ class Speculation:
         engine, predictor = self._engine, self._predictor
         is_tip = nodes[0] is self.tree.root or self.tree.feeds_chain(nodes)
         has_largest = predictor.is_gumbel_max and not predictor.counts_tokens and self._context is None
-        return is_tip and engine.can_chain and has_largest and self._cut_share <= MAX_CUT_SHARE
+        return is_tip and engine.can_chain and has_largest
 
     def run(
         self, feed: SequenceInput, count: int, *, stop: c_int32 | None = None, is_idle: bool = False
@@ -240,14 +236,12 @@ class Speculation:
         for token_id in token_ids[1:]:
             nodes.append(nodes[-1].child(token_id))
         self._predict_after(nodes, logits)
-        self._cut_share *= 0.9
         for index, (before, fed) in enumerate(itertools.pairwise(nodes)):
             if before.prediction and before.prediction.choose(before.position + 1) != fed.token_id:
                 for rejected in nodes[index + 1 :]:
                     rejected.prediction = None
                 del nodes[index + 1 :]
                 self._engine.truncate(self.session.session_id, fed.position)
-                self._cut_share += 0.1
                 break
         for fed in nodes:
             self._note_fed([fed])

@@ -7,15 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
-)
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
@@ -26,6 +19,7 @@ from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, Task, Veri
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
+_PROPAGATOR = TraceContextTextMapPropagator()
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
 
 
@@ -45,7 +39,7 @@ class BlockTracer:
         end_ns, took_s = time.time_ns(), time.monotonic() - task.arrived
         span = self._tracer.start_span(
             t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
-            context=_parent(task.traceparent),
+            context=_PROPAGATOR.extract({"traceparent": task.traceparent}, Context()),
             kind=SpanKind.CONSUMER if task.is_notice else SpanKind.SERVER,
             attributes=_values(task, reply),
             start_time=end_ns - round(took_s * 1e9),
@@ -54,12 +48,6 @@ class BlockTracer:
             span.set_attribute(t.ERROR_TYPE, type(reply.outcome).__name__)
             span.set_status(Status(StatusCode.ERROR))
         span.end(end_ns)
-
-
-def _parent(traceparent: str) -> Context:
-    trace_id, span_id = int(traceparent[3:35], 16), int(traceparent[36:52], 16)
-    context = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-    return set_span_in_context(NonRecordingSpan(context), Context())
 
 
 def _values(task: Task, reply: Reply) -> dict[str, str | bool | int | float]:

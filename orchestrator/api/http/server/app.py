@@ -47,8 +47,8 @@ from orchestrator.api.http.stream import (
     HEADER,
     EventId,
     EventStream,
-    JsonPieces,
     generate_all,
+    json_in_pieces,
     recall,
     response_events,
     resumed,
@@ -368,8 +368,8 @@ async def _generate(
             async for index, chunk in pieces:
                 response.add(index, chunk)
     if response.num_entries <= INLINE_ENTRIES:
-        return JsonPieces(list(encode_pieces(response.whole())))
-    return JsonPieces(await in_thread(lambda: list(encode_pieces(response.whole()))))
+        return json_in_pieces(list(encode_pieces(response.whole())))
+    return json_in_pieces(await in_thread(lambda: list(encode_pieces(response.whole()))))
 
 
 if __name__ == "__main__":  # prints the document; no route asks the backend before a request

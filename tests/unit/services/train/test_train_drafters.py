@@ -51,7 +51,7 @@ def make_drafter(folder, taps=(1, 2)):
 
 
 def states_of(drafter, sequence):
-    return States(len(drafter.config.taps), drafter.config.hidden_size).of([sequence])[0]
+    return States(len(drafter.config.taps), drafter.config.layer.hidden_size).of([sequence])[0]
 
 
 class Cache:
