@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
@@ -40,7 +43,7 @@ def convert(path: str, directory: Path) -> None:
         raise InvalidArgumentError("directory", str(directory), "a directory that does not exist")
     reader = _reader(path)
     # transformers would prefer a tokenizer next to the file over the one that the file contains.
-    with TemporaryDirectory(prefix="gammaray-gguf-") as empty:
+    with TemporaryDirectory(prefix="gammaray-gguf-") as empty, _read_once(reader):
         source = {"pretrained_model_name_or_path": empty, "gguf_file": str(Path(path).absolute())}
         module = _module(path, source)
         tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -66,9 +69,39 @@ def _reader(path: str) -> Any:
     try:
         from gguf import GGUFReader  # of the extra `gguf`
 
-        return GGUFReader(path)
+        class Reader(GGUFReader):
+            """Slices a plain view of the mapped file: slicing a `numpy.memmap` takes ten times as long."""
+
+            @property
+            def data(self) -> Any:
+                return self._view
+
+            @data.setter
+            def data(self, mapped: Any) -> None:
+                self._view = np.asarray(mapped)
+
+        return Reader(path)
     except Exception as error:  # its kind depends on the damage
         raise InvalidArgumentError("file", path, f"a GGUF file that can be read ({error})") from None
+
+
+@contextmanager
+def _read_once(reader: Any) -> Iterator[None]:
+    """Let transformers take the reader of the file, which it would read three times.
+
+    A vocabulary of 150,000 tokens takes many seconds each time. Of its progress bars, that of tensors stays.
+    """
+    gguf: Any = import_module("gguf")
+    bars = import_module("transformers.utils.logging")
+    usual, has_bars = gguf.GGUFReader, bars.is_progress_bar_enabled()
+    gguf.GGUFReader = lambda path: reader
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = usual
+        if has_bars:
+            bars.enable_progress_bar()
 
 
 def _value(reader: Any, key: str) -> Any:
