@@ -381,6 +381,8 @@ def test_pair_by_hand():
     equal, different = (pair_log_factors(position, position, 0, second) for second in (0, 1))
     assert math.exp(equal[4]) == pytest.approx(0.5 + 0.5 / 0.75, abs=1e-5)  # half of the pairs are equal
     assert math.exp(different[4]) == pytest.approx(0.5, abs=1e-5)
+    assert math.exp(different[8]) == pytest.approx(1 + 0.5 * (0.25 / 0.75), abs=1e-5)
+    assert math.exp(equal[8]) == pytest.approx(1 - 0.5 * (0.25 / 0.75) ** 2, abs=1e-5)
 
 
 def test_shared_random_numbers_are_found_and_independent_ones_are_not():
