@@ -70,6 +70,7 @@ _TOP_P = (0.8, 0.9, 0.95, 0.98)
 _MIN_P = (0.02, 0.05, 0.1)
 
 _RECYCLED = (0.02, 0.05, 0.1, 0.25, 0.5, 0.9)
+_ALTERNATING = (0.1, 0.25, 0.5)
 
 
 @dataclass(frozen=True)
@@ -397,12 +398,14 @@ class IndependenceTest(Wealth):
     """Tests whether the tokens of two choices, or of two seeds, are drawn independently of each other.
 
     Under an alternative one random number decides both tokens at a share of the places: they agree as often
-    as their probabilities allow (a maximal coupling), always if their contexts are equal. Each bet is fair
-    given either of its tokens, so that one test may compare choice 1 with 0, 2 with 1, and so on.
+    as their probabilities allow (a maximal coupling), always if their contexts are equal. Other gamblers bet
+    that too few pairs are two most likely tokens. Each bet is fair given either of its tokens, so that one
+    test may compare choice 1 with 0, 2 with 1, and so on.
     """
 
     def __init__(self, alpha: float, num_listed: int = 20, hidden: Container[Hashable] = ()) -> None:
         names = [f"recycled randomness {share:g}" for share in _RECYCLED]
+        names += [f"alternating randomness {share:g}" for share in _ALTERNATING]
         super().__init__(alpha, num_listed, hidden, dict.fromkeys(names, -math.log(len(names))))
 
     def observe(
@@ -434,8 +437,17 @@ def pair_log_factors(here: Position, there: Position, first: int, second: int) -
         _coupled_ratio(here, there, len(here.probs) - 1, second),
         _coupled_ratio(here, there, first, len(there.probs) - 1),
     )
-    doubt = max(*here.errors, *there.errors) * (1.0 + max(rests))
-    return [math.log((1.0 + share * gain) / (1.0 + share * doubt)) for share in _RECYCLED]
+    error = max(*here.errors, *there.errors)
+    doubt = error * (1.0 + max(rests))
+    found = [math.log((1.0 + share * gain) / (1.0 + share * doubt)) for share in _RECYCLED]
+    both = _surprise(here, first) * _surprise(there, second)
+    return found + [math.log((1.0 - share * both) / (1.0 + share * error)) for share in _ALTERNATING]
+
+
+def _surprise(position: Position, cell: int) -> float:
+    """Return whether the most likely token was drawn, minus its probability, scaled to [-1, 1]."""
+    top = max(position.probs[:-1])
+    return (float(cell == position.probs.index(top)) - top) / max(top, 1.0 - top)
 
 
 def _coupled_ratio(here: Position, there: Position, first: int, second: int) -> float:
