@@ -9,7 +9,8 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime, timezone
 from typing import Any
@@ -30,6 +31,7 @@ from gammaray.program.output import output_console
 from gammaray.program.values import GIVEN_FILE, NEW_FILE, FloatRange, IntRange, list_of
 
 EXIT_CODES = {Status.PASSED: 0, Status.FAILED: 1, Status.INCONCLUSIVE: 3}
+_PERIOD_S = 10.0
 
 
 def _check_name(text: str) -> str:
@@ -141,6 +143,19 @@ def audit(url: str, **options: Any) -> None:
     click.get_current_context().exit(EXIT_CODES[overall(findings)])
 
 
+class _Teller:
+    """Shows what is being done: at once on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self, show: Callable[[str], None], is_terminal: bool) -> None:
+        self._show, self._is_terminal, self._told = show, is_terminal, time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        self._show(text)
+        if not self._is_terminal and time.monotonic() - self._told >= _PERIOD_S:
+            self._told = time.monotonic()
+            click.echo(text, err=True)
+
+
 async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[str, bool]]) -> None:
     """Run an audit; `others` are reference and drafter: each its place, and whether it is a directory."""
     errors = Console(stderr=True)
@@ -150,7 +165,7 @@ async def _run(subject: Subject, checks: Sequence[str], others: Sequence[tuple[s
         stack.enter_context(bar)
         stack.push_async_callback(subject.close)
         task = bar.add_task("probing the server")
-        subject.tell = lambda text: bar.update(task, description=text)
+        subject.tell = _Teller(lambda text: bar.update(task, description=text), errors.is_terminal)
         subject.server.model = subject.server.model or await subject.server.first_model()
         found: list[Endpoint | None] = []
         for place, is_directory in others:
