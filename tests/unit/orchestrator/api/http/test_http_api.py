@@ -1,6 +1,5 @@
 """The OpenAI-compatible API over a scripted orchestrator: requests and responses."""
 
-import asyncio
 import json
 
 import pytest
@@ -98,13 +97,6 @@ async def test_samples_have_their_index_and_their_own_gammaray():
     assert body["gammaray"] == body["choices"][0]["gammaray"]
     assert body["usage"]["prompt_tokens"] == 5
     assert body["usage"]["completion_tokens"] == 9
-
-
-async def test_samples_run_at_once():
-    waiting = asyncio.Barrier(3)
-    backend = ScriptedBackend(lambda request, number: waiting.wait())
-    answer = await asyncio.wait_for(complete(backend, prompt="x", n=3), 10)
-    assert len(answer.json()["choices"]) == 3
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]]], ids=["texts", "lists of tokens"])
