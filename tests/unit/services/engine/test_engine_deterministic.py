@@ -48,24 +48,6 @@ def test_chunks_of_any_size_give_the_bits_of_single_tokens(target, text, alone, 
     assert torch.equal(in_chunks(target, text, size), alone)
 
 
-@pytest.mark.parametrize("gamma", [3, 8])
-def test_proposals_give_the_bits_of_gamma_0(target, text, alone, gamma):
-    """Each cycle verifies gamma tokens of which a few stand: the kept rows are those of plain decoding."""
-    rows, committed, turn = [], 1, 0
-    while committed < len(text):
-        accepted = turn % (gamma + 1)
-        right = text[committed : committed + accepted]
-        wrong = [(t + 1) % 2048 for t in text[committed + len(right) : committed + gamma]]
-        feed = SequenceInput(
-            "cycle", committed - 1, [text[committed - 1], *right, *wrong], 1 + len(right + wrong)
-        )
-        rows.append(target.step([feed])[0][: len(right) + 1])
-        committed, turn = committed + len(right) + 1, turn + 1
-    got = torch.cat(rows)
-    assert torch.equal(got, alone[: len(got)])
-    assert len(got) >= len(text) - 1
-
-
 def test_batch_gives_the_bits_of_being_alone(target, text, alone):
     """Five ragged sessions at different places of the same text, with another prompt coming in."""
     starts = {f"s{i}": 0 for i in range(5)}
