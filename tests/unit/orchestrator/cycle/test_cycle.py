@@ -113,13 +113,6 @@ def test_cycle_output_is_that_of_plain_decoding_whatever_is_drafted(tokens, stop
         ]
 
 
-async def test_cycle_held_back_text_is_released_when_no_stop_string_comes():
-    target = ScriptedTarget([3, 23, 24])
-    session = make_session(stop=["xyz"], max_tokens=3)
-    cycles = await run_to_end(session, perfect_drafter(target), target, 0)
-    assert [c.text for c in cycles] == ["d", "", "xy"]
-
-
 def failing(error):
     def propose(session, gamma):
         raise error
