@@ -19,7 +19,7 @@ from gammaray.types import FinishReason, GammaPolicy, SamplingParams, Verificati
 from orchestrator.access.caller import ANONYMOUS
 from orchestrator.api.http.server.app import create_app
 from services.receipts.check import ReceiptChecker
-from tests.support.workers.resume_helpers import first_chunks, request_of, resumed, settled
+from tests.support.workers.resume_helpers import first_chunks, request_of, resumed
 from tests.support.workers.service_helpers import complete, running, tokens_of, worker_process
 
 pytestmark = pytest.mark.integration
@@ -106,7 +106,7 @@ async def test_receipt_covers_the_tokens_of_all_owners(
     request = request_of(max_tokens=120, receipt=True)
     async with running(redis_server, *workers, receipt_keys_file=str(keys_file)) as other:
         chunks = await first_chunks(orchestrator, request, 3)
-        await settled(orchestrator)
+        await orchestrator.leases.settled()
         chunks += await complete(other, resumed(request, chunks))
         receipt = receipt_of(chunks, keys_file)
         again = await complete(other, dataclasses.replace(request, resume_from=0))

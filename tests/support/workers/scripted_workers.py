@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from gammaray.blocks import Shape
-from gammaray.types import SamplingParams, VerificationMethod
+from gammaray.types import SamplingParams, TokenOrigin, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as target_pb
@@ -16,6 +16,7 @@ from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
+from orchestrator.storage.session_store import RedisStore
 
 VOCAB = 50
 PROMPT = (1, 2, 3)
@@ -244,6 +245,14 @@ def make_session(
 ) -> Session:
     params, method = SamplingParams(seed=1), VerificationMethod.COUPLED
     return Session(session_id, prompt, params, method, max_tokens, NoText(), epoch=epoch)
+
+
+async def commit(
+    store: RedisStore, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin] = ()
+) -> None:
+    """Commit tokens, of which a session keeps those up to its end, and store them."""
+    kept = session.commit(token_ids)
+    await store.append(session, token_ids[:kept], (origins or [TokenOrigin.BONUS] * kept)[:kept])
 
 
 async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> list[Cycle]:
