@@ -13,6 +13,7 @@ import pytest
 from gammaray.receipts.keys import read_receipt_keys, rotate
 from gammaray.receipts.receipt import SignedReceipt
 from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams
+from orchestrator.launcher.reaper import runs
 from orchestrator.workers.protocol import TARGET
 from services.receipts.check import ReceiptChecker
 from tests.support.engine_helpers import random_tokens
@@ -102,9 +103,5 @@ async def assert_drains(process, address):
     assert await asyncio.to_thread(process.wait, EXIT_TIMEOUT_S) == 0
     await link.close()
 
-    def left():
-        # A zombie has ended; it is for the machine's first process to reap.
-        return [each for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-
     # A helper process of Python's may end a moment after the worker.
-    await asyncio.to_thread(wait_until, lambda: not left())
+    await asyncio.to_thread(wait_until, lambda: not any(map(runs, children)))
