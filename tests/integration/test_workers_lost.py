@@ -93,9 +93,11 @@ async def test_error_that_loses_the_device_ends_the_worker(
         assert not await redis.keys(f"gammaray:worker:{role}:*")
 
 
-async def test_ordinary_error_fails_its_blocks_alone(model):
+async def test_ordinary_error_fails_its_blocks_alone(model, monkeypatch):
+    monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.0)
     async with running("target", model) as (link, worker):
-        engine = worker.engine.scheduler.engine
+        scheduler = worker.engine.scheduler
+        engine, unbounded = scheduler.engine, scheduler.step_timeout_s
         right = engine.step
 
         def step(*_: Any, **__: Any) -> Any:
@@ -103,7 +105,11 @@ async def test_ordinary_error_fails_its_blocks_alone(model):
             raise ORDINARY
 
         break_steps(worker, step)
+        scheduler.step_timeout_s = 0.01
         assert (await link.ask(block_of("target", PROMPT))).error.code == INTERNAL
+        await asyncio.sleep(0.1)
+        assert worker.engine.why_stuck() == "", "it is idle"
+        scheduler.step_timeout_s = unbounded
         answer = await link.ask(block_of("target", PROMPT, session_id="t"))
         assert answer.WhichOneof("outcome") == "verdict"
         assert await status(link) == SERVING
@@ -197,18 +203,4 @@ async def test_worker_with_a_slow_step_stays(model, monkeypatch):
         break_steps(worker, step)
         assert (await link.ask(block_of("target", PROMPT))).WhichOneof("outcome") == "verdict"
         assert await status(link) == SERVING
-        assert worker.engine.why_stuck() == ""
-
-
-async def test_idle_worker_after_a_failed_step_is_not_stuck(model, monkeypatch):
-    monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.0)
-
-    def step(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no")
-
-    async with running("target", model) as (link, worker):
-        break_steps(worker, step)
-        worker.engine.scheduler.step_timeout_s = 0.01
-        assert (await link.ask(block_of("target", PROMPT))).error.code == INTERNAL
-        await asyncio.sleep(0.1)
         assert worker.engine.why_stuck() == ""
