@@ -304,8 +304,11 @@ def test_no_process_outlives_a_killed_launcher(smoke):
     """This is the last test that needs the cluster."""
     below = smoke.processes()
     assert len(below) > 6
+    (redis,) = [process for process, command in smoke.commands() if "valkey-server" in command[0]]
+    directory = Path(redis.cwd()).parent
     # The guardian knows Ray's processes by the mark, whatever they do to their titles.
     assert [process for process in below if is_unmarked(process)] == []
     smoke.launcher.send_signal(signal.SIGKILL)
     smoke.launcher.wait(STOP_TIMEOUT_S)
     assert wait_until_gone(below, STOP_TIMEOUT_S) == []
+    assert eventually(lambda: not directory.exists(), STOP_TIMEOUT_S)
