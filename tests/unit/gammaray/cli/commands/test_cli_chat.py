@@ -8,13 +8,13 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 from pydantic import BaseModel
 
 from gammaray import errors
-from gammaray.cli import main, render
+from gammaray.cli import render
 from gammaray.client.chat import Chat
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
+from tests.support.cli_helpers import invoke
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.tls_front_helpers import http_front
 
@@ -39,7 +39,7 @@ def serve():
 
 
 def chat(url, said, *options):
-    return CliRunner().invoke(main, ["chat", "--url", url, *options], input=said, prog_name="gammaray")
+    return invoke("chat", "--url", url, *options, input=said)
 
 
 @pytest.mark.parametrize("path", ["", "/v1", "/v1/"])
@@ -228,6 +228,6 @@ def test_chat_says_what_is_wrong_with_a_port(serve):
 
 def test_generate_says_that_a_port_is_not_grpcs(serve):
     address = serve(ScriptedBackend()).removeprefix("http://").replace("localhost", "127.0.0.1")
-    result = CliRunner().invoke(main, ["generate", "x", "--address", address, "--timeout", "5"])
+    result = invoke("generate", "x", "--address", address, "--timeout", "5")
     assert result.exit_code != 0
     assert "is it the gRPC API, on port 9000 by default?" in result.stderr

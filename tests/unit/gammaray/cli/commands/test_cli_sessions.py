@@ -3,10 +3,8 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
 from gammaray import SessionInfo, SessionState
-from gammaray.cli import main
 from gammaray.errors import InternalError
 from gammaray.types import EmittedToken, FinishReason, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
@@ -52,12 +50,12 @@ def service():
 def run(service):
     with serve_in_thread(service) as address:
 
-        def invoke(*arguments):
-            result = CliRunner().invoke(main, ["sessions", *arguments, "--address", address])
+        def output_of(*arguments):
+            result = invoke("sessions", *arguments, "--address", address)
             assert result.exit_code == 0, result.output
             return result.output
 
-        yield invoke
+        yield output_of
 
 
 def test_list_shows_each_session(run, service):
