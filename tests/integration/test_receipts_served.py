@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 
-import httpx
 import pytest
 from transformers import AutoTokenizer
 
@@ -17,8 +16,8 @@ from gammaray.receipts.keys import published, read_receipt_keys, rotate
 from gammaray.receipts.receipt import Receipt, SignedReceipt
 from gammaray.types import FinishReason, GammaPolicy, SamplingParams, VerificationMethod
 from orchestrator.access.caller import ANONYMOUS
-from orchestrator.api.http.server.app import create_app
 from services.receipts.check import ReceiptChecker
+from tests.support.http_helpers import http_client
 from tests.support.workers.resume_helpers import first_chunks, request_of, resumed
 from tests.support.workers.service_helpers import complete, running, tokens_of, worker_process
 
@@ -250,8 +249,7 @@ async def test_http_answers_have_receipts(orchestrator, checker, keys_file, path
         "chat/completions": {"messages": [{"role": "user", "content": "def f("}], "max_tokens": 16, "n": 2},
         "responses": {"input": "def f(", "max_output_tokens": 16},
     }[path]
-    transport = httpx.ASGITransport(create_app(orchestrator))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with http_client(orchestrator) as client:
         listed = (await client.get("/v1/receipts/key")).json()
         whole = (await client.post(f"/v1/{path}", json={**body, **asked})).json()
         async with client.stream("POST", f"/v1/{path}", json={**body, **asked, "stream": True}) as answer:

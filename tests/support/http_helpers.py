@@ -27,10 +27,15 @@ def scope_of(path):
     return {**scope, "headers": headers, "query_string": b"", "http_version": "1.1", "scheme": "http"}
 
 
+def http_client(backend, **options) -> httpx.AsyncClient:
+    """Return a client of an application in this process, made with options."""
+    transport = httpx.ASGITransport(create_app(backend, **options))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000", timeout=120)
+
+
 async def call(backend, method="POST", path="/v1/completions", **options):
-    transport = httpx.ASGITransport(create_app(backend))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        return await client.request(method, path, **options)
+    async with http_client(backend) as http:
+        return await http.request(method, path, **options)
 
 
 async def complete(backend, path="/v1/completions", **body):

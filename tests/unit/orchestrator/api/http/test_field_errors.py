@@ -4,11 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from orchestrator.api.http.server.app import create_app
-from tests.support.http_helpers import call
+from tests.support.http_helpers import call, http_client
 from tests.support.openapi_helpers import request_schema, resolved, validator
 from tests.support.surface_helpers import ScriptedBackend
 
@@ -107,8 +105,7 @@ def alternatives(schema: Any) -> Iterator[Any]:
 async def test_wrong_types_are_named_by_field_and_in_the_words_of_json(path):
     schema, num_refused = request_schema(path), 0
     is_valid = validator(schema).is_valid
-    transport = httpx.ASGITransport(create_app(ScriptedBackend()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with http_client(ScriptedBackend()) as client:
         for place in fields(schema):
             name = ".".join(map(str, place))
             for wrong in WRONG:

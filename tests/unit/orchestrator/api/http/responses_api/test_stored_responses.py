@@ -10,8 +10,9 @@ from gammaray.security.keys import create_key
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import Authenticator
 from orchestrator.storage.response_store import StoredResponse
+from tests.support.http_helpers import http_client
 from tests.support.openapi_helpers import document, validator
-from tests.support.response_helpers import PATH, client, get, http_client, respond
+from tests.support.response_helpers import PATH, client, get, respond
 from tests.support.surface_helpers import ScriptedBackend
 
 
@@ -79,7 +80,7 @@ async def test_tenants_do_not_find_the_responses_of_others(tmp_path):
     path = tmp_path / "keys.json"
     keys = {tenant: create_key(path, tenant)[1] for tenant in ("alice", "bob")}
     backend = ScriptedBackend()
-    async with http_client(backend, Authenticator(path)) as http:
+    async with http_client(backend, authenticator=Authenticator(path)) as http:
 
         def headers(tenant):
             return {"Authorization": f"Bearer {keys[tenant]}"}
