@@ -6,15 +6,15 @@ import itertools
 import json
 import math
 import random
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI, Request, Response
+
+from tests.support.http_helpers import listening
 
 Body = dict[str, Any]
 
@@ -401,21 +401,3 @@ class Proxy:
         async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as self._http:
             async with listening(self.app()) as url:
                 yield url
-
-
-@asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """Serve an ASGI application on a free loopback port, in this event loop, and yield its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        task = asyncio.ensure_future(server.serve([listener]))
-        try:
-            async with asyncio.timeout(30):
-                while not server.started:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            await asyncio.wait_for(task, 30)
