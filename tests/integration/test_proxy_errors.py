@@ -11,15 +11,7 @@ import pytest
 
 from gammaray import AsyncClient, UnavailableError
 from orchestrator.launcher.preflight import free_ports
-from tests.support.sdk_helpers import (
-    FAST_RETRY,
-    PROCESSES,
-    ScriptedService,
-    answer,
-    last,
-    serve,
-    serve_in_thread,
-)
+from tests.support.sdk_helpers import FAST_RETRY, PROCESSES, ScriptedService, serve, serve_in_thread
 from tests.support.workers.redis_helpers import wait_until
 
 pytestmark = pytest.mark.integration
@@ -63,12 +55,11 @@ def failing(directory: Path, backend: str, failures: int) -> Iterator[str]:
 
 
 async def test_calls_and_streams_are_tried_again_after_an_error_page(tmp_path):
-    service = ScriptedService(answer(last("Hi")))
-    async with serve(service) as address:
+    async with serve(ScriptedService()) as address:
         with failing(tmp_path, address, failures=2) as proxied:
             async with AsyncClient(proxied, retry=FAST_RETRY) as client:
                 assert await client.status(timeout_s=30) == PROCESSES
-                assert (await client.complete("Hi")).text == "Hi"
+                assert (await client.complete("Hi")).text == "done"
 
 
 def test_lines_of_grpc_do_not_reach_the_terminal():
@@ -81,7 +72,7 @@ def test_lines_of_grpc_do_not_reach_the_terminal():
 
 
 async def test_error_page_of_a_cluster_without_replicas_is_unavailable(tmp_path):
-    async with serve(ScriptedService(answer(last("Hi")))) as address:
+    async with serve(ScriptedService()) as address:
         with failing(tmp_path, address, failures=1000) as proxied:
             async with AsyncClient(proxied, retry=FAST_RETRY) as client:
                 with pytest.raises(UnavailableError, match="status: 500"):
