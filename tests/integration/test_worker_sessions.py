@@ -27,11 +27,11 @@ from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import check_served
 from services.streaming.messages import Model
 from services.target_worker.worker import check_identity
+from tests.support.cycle_helpers import ConstantGamma
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
 from tests.support.workers.scripted_workers import (
     PROMPT,
     VOCAB,
-    Steady,
     continuation,
     finish,
     make_session,
@@ -154,7 +154,7 @@ async def test_remote_drafter_and_target_prefill_a_long_prompt_concurrently():
         draft.runs.clear()
         session = make_session(max_tokens=60, prompt=prompt)
         drafter, verifier = clients(fleet, session)
-        cycles = [await run_cycle(session, drafter, verifier, Steady(3)) for _ in range(4)]
+        cycles = [await run_cycle(session, drafter, verifier, ConstantGamma(3, 0)) for _ in range(4)]
         assert [(c.gamma, c.num_drafted, c.draft_failed) for c in cycles] == [(3, 0, False)] * 4
         await until(lambda: draft.blocks)
         (waiting,) = draft.blocks
@@ -293,11 +293,6 @@ def test_worker_without_adapters_says_so():
 NUM_TOKENS = 40
 
 
-class Trees(Steady):
-    def next_shape(self) -> Shape:
-        return Shape(self.gamma, 8)
-
-
 class TreeDrafter:
     """Proposes the right chain beside wrong tokens, one before and one after each of its own."""
 
@@ -323,7 +318,7 @@ class TreeDrafter:
 async def run_trees(session, drafter, verifier, gamma=4):
     cycles = []
     while session.finish_reason is None:
-        cycles.append(await run_cycle(session, drafter, verifier, Trees(gamma)))
+        cycles.append(await run_cycle(session, drafter, verifier, ConstantGamma(gamma, 8)))
     return cycles
 
 

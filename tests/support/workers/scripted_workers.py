@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 
-from gammaray.blocks import Shape
 from gammaray.types import SamplingParams, TokenOrigin, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
@@ -17,6 +16,7 @@ from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
 from orchestrator.storage.session_store import RedisStore
+from tests.support.cycle_helpers import ConstantGamma
 
 VOCAB = 50
 PROMPT = (1, 2, 3)
@@ -227,19 +227,6 @@ class NoText:
         return ""
 
 
-class Steady:
-    """A controller that always answers the same."""
-
-    def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
-
-    def next_shape(self) -> Shape:
-        return Shape(self.gamma)
-
-    def observe(self, cycle: Cycle) -> None:
-        pass
-
-
 def make_session(
     session_id: str = "s", max_tokens: int = 30, epoch: int = 1, prompt: tuple[int, ...] = PROMPT
 ) -> Session:
@@ -258,7 +245,7 @@ async def commit(
 async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> list[Cycle]:
     cycles = []
     while session.finish_reason is None:
-        cycles.append(await run_cycle(session, drafter, verifier, Steady(gamma)))
+        cycles.append(await run_cycle(session, drafter, verifier, ConstantGamma(gamma, 0)))
     return cycles
 
 

@@ -212,12 +212,9 @@ class HeadedTarget(ScriptedTarget):
 
 
 async def headed_cycle(drafted, depth=3, nodes=0, **fields):
-    class Heads(ConstantGamma):
-        def next_shape(self):
-            return Shape(depth, nodes, drafter=DrafterKind.HEAD)
-
-    target, session = HeadedTarget(TOKENS, drafted), make_session(**fields)
-    return await run_cycle(session, TargetHead(), target, Heads(depth)), target
+    target, controller = HeadedTarget(TOKENS, drafted), ConstantGamma(depth)
+    controller.shape = Shape(depth, nodes, drafter=DrafterKind.HEAD)
+    return await run_cycle(make_session(**fields), TargetHead(), target, controller), target
 
 
 @pytest.mark.parametrize(
