@@ -140,10 +140,6 @@ async def test_receipt_of_a_cancelled_turn_has_the_tokens_that_were_sent(orchest
     assert checker.verdict(receipt).result == "valid"
 
 
-def resampled(**fields):
-    return lambda receipt: {"sampling": dataclasses.replace(receipt.sampling, **fields)}
-
-
 def with_token(at):
     def change(receipt):
         tokens = list(receipt.token_ids)
@@ -164,7 +160,7 @@ def text_of(receipt, start, end):
 
 CHANGES = {
     "later token": (with_token(30), "invalid", "token 30 is"),
-    "seed": (resampled(seed=8), "invalid", "expected"),
+    "seed": (lambda r: {"sampling": dataclasses.replace(r.sampling, seed=8)}, "invalid", "expected"),
     "prompt": (lambda r: {"prompt_token_ids": r.prompt_token_ids[1:]}, "invalid", "expected"),
     "cut": (lambda r: {"token_ids": r.token_ids[:-1]}, "invalid", "do not end by length"),
     "longer": (with_fields(max_tokens=40), "invalid", "do not end by length"),

@@ -73,7 +73,9 @@ def with_value(schema: Any, path: tuple[str | int, ...], value: Any) -> Any:
         return value
     step, *rest = path
     for inner in alternatives(schema):
-        if isinstance(step, int) and inner.get("type") == "array" and has_place(inner["items"], tuple(rest)):
+        if isinstance(step, int) and inner.get("type") == "array":
+            if rest and tuple(rest) not in fields(inner["items"]):
+                continue
             return [with_value(inner["items"], tuple(rest), value)]
         if step in inner.get("properties", {}):
             # With `oneOf` the field itself is one of those of which exactly one has to be given.
@@ -88,10 +90,6 @@ def case_of(schema: Any) -> dict[str, Any]:
     case, own = schema.get("if", {}).get("properties", {}), schema.get("properties", {})
     required = schema.get("then", {}).get("required", ())
     return {name: example(own[name]) for name in required} | {name: of["const"] for name, of in case.items()}
-
-
-def has_place(schema: Any, path: tuple[str | int, ...]) -> bool:
-    return not path or path in fields(schema)
 
 
 def alternatives(schema: Any) -> Iterator[Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from gammaray.config import DraftSettings, TargetSettings
@@ -220,10 +219,6 @@ def dequantised(directory: Path) -> PreTrainedModel:
     return module
 
 
-def random_matrix(outputs: int, inputs: int) -> Tensor:
-    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs)) * 0.1
-
-
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("arch", ["qwen3", "llama-bias"])
 def test_every_instruction_set_runs_the_dequantised_model(arch, variant, tmp_path, monkeypatch):
@@ -253,7 +248,7 @@ def test_every_covered_architecture_is_quantised(arch, tmp_path):
 
 
 def test_int8_is_the_nearest_of_255_steps_of_a_row():
-    weight = random_matrix(20, 70)
+    weight = 0.1 * torch.randn(20, 70, generator=torch.Generator().manual_seed(70))
     weight[3] = 0
     matrix = quantise(weight)
     assert matrix.values.dtype == torch.int8
