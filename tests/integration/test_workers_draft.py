@@ -32,13 +32,6 @@ async def draft(model):
         yield link
 
 
-@pytest.fixture
-async def sober(model):
-    """A worker that prepares nothing before it is asked."""
-    async with running("draft", model, draft_ahead=False) as (link, _):
-        yield link
-
-
 def greedy(model, tokens, count):
     plain, tokens = plain_model(model), list(tokens)
     for _ in range(count):
@@ -58,16 +51,19 @@ async def test_greedy_proposal_is_the_models_own_continuation(draft, model):
 @pytest.mark.parametrize(
     ("num_accepted", "num_lacking"), [(6, 2), (5, 1), (2, 1), (0, 1)], ids=["all", "most", "some", "none"]
 )
-async def test_next_proposal_feeds_only_missing_tokens(sober, model, num_accepted, num_lacking):
-    proposed = list((await sober.ask(propose_block(PROMPT, 6))).proposal.token_ids)
-    unforeseen = (greedy(model, [*PROMPT, *proposed], 1) if num_accepted == 6 else proposed[num_accepted:])[0]
-    tokens = [*PROMPT, *proposed[:num_accepted], (unforeseen + 1) % 97]
-    context = types.TokenSpan(start=len(PROMPT), token_ids=tokens[len(PROMPT) :])
-    block = propose_block(tokens, 3, context=context)
-    block.ClearField("spec")
-    result = await sober.ask(block)
-    assert result.timing.batch_tokens == num_lacking + 2
-    assert list(result.proposal.token_ids) == greedy(model, tokens, 3)
+async def test_next_proposal_feeds_only_missing_tokens(model, num_accepted, num_lacking):
+    async with running("draft", model, draft_ahead=False) as (sober, _):  # it prepares nothing
+        proposed = list((await sober.ask(propose_block(PROMPT, 6))).proposal.token_ids)
+        unforeseen = (
+            greedy(model, [*PROMPT, *proposed], 1) if num_accepted == 6 else proposed[num_accepted:]
+        )[0]
+        tokens = [*PROMPT, *proposed[:num_accepted], (unforeseen + 1) % 97]
+        context = types.TokenSpan(start=len(PROMPT), token_ids=tokens[len(PROMPT) :])
+        block = propose_block(tokens, 3, context=context)
+        block.ClearField("spec")
+        result = await sober.ask(block)
+        assert result.timing.batch_tokens == num_lacking + 2
+        assert list(result.proposal.token_ids) == greedy(model, tokens, 3)
 
 
 async def test_rejection_sends_the_distribution_of_each_token(draft):

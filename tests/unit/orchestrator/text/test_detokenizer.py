@@ -50,12 +50,6 @@ def llama_like(tmp_path):
     return save(tmp_path, LLAMA_LIKE)
 
 
-@pytest.fixture
-def word_piece(tmp_path):
-    """A tokenizer whose tokens read differently by their neighbours."""
-    return save(tmp_path, word_pieces())
-
-
 def stream(detokenizer: Detokenizer, token_ids) -> tuple[list[str], bool]:
     """Push tokens until a stop string; return the pieces and whether there was one."""
     pieces, stopped = [], False
@@ -102,7 +96,8 @@ def test_detokenizer_byte_fallback_keeps_the_leading_space_of_a_completion(llama
     assert llama_like.token_bytes(byte[0]) == b"\xc3"
 
 
-def test_detokenizer_word_piece_reads_tokens_in_context(word_piece):
+def test_detokenizer_word_piece_reads_tokens_in_context(tmp_path):
+    word_piece = save(tmp_path, word_pieces())  # its tokens read differently by their neighbours
     assert not word_piece.has_exact_bytes
     pieces, _ = stream(Detokenizer(word_piece, [1]), [1, 2, 2, 1, 1, 2])
     assert "".join(pieces) == " abb a ab"
