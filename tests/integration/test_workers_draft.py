@@ -9,21 +9,15 @@ from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
 from gammaray.wire.blocks import proposal_from_proto
 from services.speculation.proposals import RUN
-from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
+from tests.support.engine_helpers import plain_logits, plain_model, random_tokens
 from tests.support.workers.held_engine import HeldEngine, all_read
 from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, propose_block, running, spec_message
 
 pytestmark = pytest.mark.integration
 
 PROMPT = random_tokens(12, seed=3)
-CONTEXT = 256
 CANCELLED = 1
 WARM = SamplingParams(temperature=1.0, seed=11)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model("llama", tmp_path_factory.mktemp("draft"), max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture

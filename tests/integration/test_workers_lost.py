@@ -16,7 +16,7 @@ from gammaray.errors import UnavailableError
 from services.engine.core.errors import EngineLostError
 from services.scheduling import batcher
 from services.streaming import engine_thread
-from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.engine_helpers import random_tokens
 from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, Link, block_of, running
 
 pytestmark = pytest.mark.integration
@@ -29,11 +29,6 @@ SERVING = health_pb2.HealthCheckResponse.ServingStatus.SERVING
 # tests/unit/services/engine/core/test_device.py has the errors of either kind.
 LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 ORDINARY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model("llama", tmp_path_factory.mktemp("lost"), max_position_embeddings=1024)
 
 
 def break_steps(worker: Any, step: Callable[..., Any]) -> None:

@@ -35,11 +35,6 @@ EXIT_TIMEOUT_S = 100
 UNAVAILABLE = 14
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model("llama", tmp_path_factory.mktemp("process"), max_position_embeddings=1024)
-
-
 @pytest.fixture
 def redis_port():
     with configured_redis() as port:

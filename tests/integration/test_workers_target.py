@@ -26,11 +26,6 @@ RESOURCE_EXHAUSTED, CANCELLED = 8, 1
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model("llama", tmp_path_factory.mktemp("target"), max_position_embeddings=1024)
-
-
-@pytest.fixture(scope="module")
 def reference(model):
     plain = plain_model(model)
     output = plain.generate(
