@@ -284,8 +284,7 @@ async def test_http_body_that_does_not_end_is_given_up(monkeypatch):
     assert answer.status_code == 408
 
 
-async def test_grpc_call_needs_a_key_on_every_method(door):
-    backend = ScriptedBackend()
+async def test_grpc_call_needs_a_key_on_every_method(backend, door):
     servicer = GenerationServicer(backend, authenticator=door[0])
     context = Context(**bearer(door[1][0]))
     assert [r async for r in servicer.generate(pb.GenerateRequest(text="x"), context)]

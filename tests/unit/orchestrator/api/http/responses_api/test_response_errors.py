@@ -117,8 +117,7 @@ async def test_neutral_fields_are_accepted(right):
         ("/input_items", {"after": "msg_none"}, "after"),
     ],
 )
-async def test_wrong_parameter_is_named(path, query, param):
-    backend = ScriptedBackend()
+async def test_wrong_parameter_is_named(backend, path, query, param):
     response_id = (await respond(backend, input="x")).json()["id"]
     answer = await get(backend, f"{response_id}{path}", **query)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -21,8 +21,7 @@ def described(path: str, method: str):
     return validator(operation["responses"]["200"]["content"]["application/json"]["schema"])
 
 
-async def test_input_is_listed_in_pages():
-    backend = ScriptedBackend()
+async def test_input_is_listed_in_pages(backend):
     items = [{"role": "user", "content": str(number)} for number in range(5)]
     response_id = (await respond(backend, input=items)).json()["id"]
 
@@ -40,8 +39,7 @@ async def test_input_is_listed_in_pages():
     assert await page(order="asc", after=last_id) == ("", False, None)
 
 
-async def test_deleted_response_is_gone_with_its_session():
-    backend = ScriptedBackend()
+async def test_deleted_response_is_gone_with_its_session(backend):
     response_id = (await respond(backend, input="x")).json()["id"]
     answer = await get(backend, response_id, "DELETE")
     described("", "delete").validate(answer.json())
@@ -60,8 +58,7 @@ async def test_unknown_name_is_not_found(name):
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "previous_response_not_found")
 
 
-async def test_response_in_progress_is_told_as_such_while_its_session_has_an_owner():
-    backend = ScriptedBackend()
+async def test_response_in_progress_is_told_as_such_while_its_session_has_an_owner(backend):
     body = (await respond(backend, input="x")).json()
     response_id = body["id"]
     running = json.dumps({**body, "status": "in_progress", "output": []}).encode()
