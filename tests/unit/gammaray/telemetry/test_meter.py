@@ -1,22 +1,19 @@
 """Metrics are counted and exposed to Prometheus; OpenTelemetry follows its environment variables."""
 
 import asyncio
-import subprocess
-import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import gammaray
 from gammaray.errors import InvalidArgumentError
 from gammaray.telemetry.meter import Meter
 from gammaray.telemetry.otel import Telemetry, exports_traces
 from gammaray.telemetry.prometheus import MetricsExport, MetricsServer
 from orchestrator.launcher.preflight import free_ports
 from tests.support.otlp_receiver import receiving
+from tests.support.own_process import run_code
 
 
 def scrape(address):
@@ -98,7 +95,6 @@ async def test_tasks_are_counted_from_any_thread():
     await export.stop()
 
 
-ROOT = Path(gammaray.__file__).parents[1]
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
@@ -144,16 +140,7 @@ def test_telemetry_without_variables_loads_no_sdk():
         "telemetry = Telemetry('draft')\n"
         "print(telemetry.tracer, telemetry.span_ids, 'opentelemetry.sdk' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        check=True,
-        env={"PATH": ""},
-    )
-    assert result.stdout.strip() == "None None False"
+    assert run_code(script, env={"PATH": ""}).stdout.strip() == "None None False"
 
 
 async def test_shutdown_flushes_queued_spans(monkeypatch):

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
@@ -16,6 +14,7 @@ from orchestrator.sessions.lifecycle import ContextLengthError, open_session
 from orchestrator.text.detokenizer import Detokenizer
 from orchestrator.text.tokenizer import Tokenizer, plain_backend, served_name, spelling_of
 from tests.support.cycle_helpers import EOS, LetterTokenizer
+from tests.support.own_process import run_code
 from tests.support.vocabulary_helpers import byte_fallback, word_pieces
 
 LLAMA_LIKE = byte_fallback(["▁the", "cat", "s", "▁日"], bos=False)
@@ -276,7 +275,4 @@ print((peak - before) / 2**20)
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["/x/ ", "🙂"])
 def test_tokenising_takes_bounded_memory(pattern):
-    run = subprocess.run(
-        [sys.executable, "-c", PROBE, pattern], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert float(run.stdout) < MAX_BYTES_PER_BYTE
+    assert float(run_code(PROBE, pattern).stdout) < MAX_BYTES_PER_BYTE

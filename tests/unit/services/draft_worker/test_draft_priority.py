@@ -1,8 +1,6 @@
 """Idle priority is used only if it can be reverted, and ends when a request arrives."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -14,6 +12,7 @@ from services.engine.core.batch import SequenceInput
 from services.engine.loader import load_engine
 from services.own.lookahead import can_use_idle_priority
 from tests.support.engine_helpers import tiny_model
+from tests.support.own_process import run_code
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
 
@@ -30,10 +29,7 @@ print(can_use_idle_priority(), os.sched_getscheduler(0) == os.SCHED_OTHER)
 @pytest.mark.slow
 def test_idle_priority_is_not_used_if_it_cannot_be_reverted():
     """An ordinary user: the thread would keep idle priority for good."""
-    done = subprocess.run(
-        [sys.executable, "-c", UNPRIVILEGED], capture_output=True, text=True, timeout=200, check=True
-    )
-    assert done.stdout.split() == ["False", "True"]
+    assert run_code(UNPRIVILEGED).stdout.split() == ["False", "True"]
 
 
 @pytest.fixture
