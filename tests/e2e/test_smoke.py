@@ -135,31 +135,6 @@ def test_only_the_documented_ports_listen_beyond_loopback(smoke):
     assert eventually(lambda: replicas in found() <= documented), found()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_do_not_depend_on_gamma(smoke, temperature):
-    options = {"temperature": temperature, "seed": 1, "max_tokens": 64, "ignore_eos": True}
-    with Client(smoke.grpc) as client:
-        plain = client.complete(PROMPT, gamma=0, **options)
-        fixed = undisturbed(lambda: client.complete(PROMPT, gamma=4, **options), is_without_model)
-        adaptive = client.complete(PROMPT, gamma="adaptive", **options)
-        streamed = [token for chunk in client.generate(PROMPT, **options) for token in chunk.tokens]
-    expected = [token.token_id for token in plain.tokens]
-    assert len(expected) == 64
-    for tokens in (fixed.tokens, adaptive.tokens, streamed):
-        assert [token.token_id for token in tokens] == expected
-    assert (plain.summary.drafted_tokens, plain.summary.cycles) == (0, 64)
-    assert fixed.summary.accepted_tokens > 0
-
-
-def test_chat_streams_what_it_answers(http):
-    options = {"model": "demo", "messages": MESSAGES, "max_tokens": 24, "seed": 5}
-    whole = http.chat.completions.create(**options)
-    chunks = list(http.chat.completions.create(**options, stream=True))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert text == whole.choices[0].message.content != ""
-    assert chunks[-1].gammaray["token_ids"] == whole.gammaray["token_ids"]
-
-
 def test_json_schema_and_tool_call_are_valid(http):
     options = {"model": "", "messages": MESSAGES, "seed": 1, "max_tokens": 128}
     answer = http.chat.completions.parse(**options, response_format=Weather)
