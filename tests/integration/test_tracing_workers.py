@@ -39,11 +39,9 @@ ASKING, SERVING = ("client", "producer"), ("server", "consumer")
 
 
 @contextmanager
-def exporting_worker(
-    role: str, environment: dict[str, str], model: str = "demo"
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a worker, with the demo pair by default; yields its process and address. Ends it with SIGTERM."""
-    with worker_process(role, model, environment=environment) as (process, address):
+def exporting_worker(role: str, environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a worker with the demo pair; yields its process and address. Ends it with SIGTERM."""
+    with worker_process(role, environment=environment) as (process, address):
         yield process, address
         process.send_signal(signal.SIGTERM)
         process.wait(STOP_TIMEOUT_S)

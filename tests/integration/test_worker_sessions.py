@@ -315,13 +315,6 @@ class TreeDrafter:
         return Proposal(tuple(ids), tuple(parents) if shape.is_tree else None)
 
 
-async def run_trees(session, drafter, verifier, gamma=4):
-    cycles = []
-    while session.finish_reason is None:
-        cycles.append(await run_cycle(session, drafter, verifier, ConstantGamma(gamma, 8)))
-    return cycles
-
-
 def trees_sent(target):
     return [block for block in target.blocks if block.proposal.parents]
 
@@ -329,7 +322,7 @@ def trees_sent(target):
 async def test_target_that_takes_trees_gets_them():
     async with scripted("target", takes_trees=True) as target, fleet_of(target) as fleet:
         session, drafter = make_session(max_tokens=NUM_TOKENS), TreeDrafter(right_first=False)
-        cycles = await run_trees(session, drafter, clients(fleet, session)[1])
+        cycles = await finish(session, drafter, clients(fleet, session)[1], 4, 8)
     assert emitted(session) == continuation(PROMPT, NUM_TOKENS)
     assert len(cycles) == NUM_TOKENS / 5
     assert len(trees_sent(target)) == len(cycles)
@@ -340,7 +333,7 @@ async def test_chain_target_gets_one_path_of_the_first_tree_and_no_later_one(rig
     """The session does not know its target before the first cycle."""
     async with scripted("target") as target, fleet_of(target) as fleet:
         session, drafter = make_session(max_tokens=NUM_TOKENS), TreeDrafter(right_first=right_first)
-        cycles = await run_trees(session, drafter, clients(fleet, session)[1])
+        cycles = await finish(session, drafter, clients(fleet, session)[1], 4, 8)
     assert emitted(session) == continuation(PROMPT, NUM_TOKENS)
     assert trees_sent(target) == []
     assert [shape.is_tree for shape in drafter.shapes] == [True, *[False] * (len(cycles) - 1)]
@@ -354,7 +347,7 @@ async def test_failover_from_a_target_with_trees_to_one_without():
             session, drafter = make_session(max_tokens=200), TreeDrafter(right_first=True)
             verifier = clients(fleet, session)[1]
             verifier.prefer(session, first.address)
-            task = asyncio.create_task(run_trees(session, drafter, verifier))
+            task = asyncio.create_task(finish(session, drafter, verifier, 4, 8))
             await until(lambda: len(first.blocks) > 5)
             await first.stop()
             await task

@@ -242,10 +242,12 @@ async def commit(
     await store.append(session, token_ids[:kept], (origins or [TokenOrigin.BONUS] * kept)[:kept])
 
 
-async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> list[Cycle]:
+async def finish(
+    session: Session, drafter: Any, verifier: Any, gamma: int, max_nodes: int = 0
+) -> list[Cycle]:
     cycles = []
     while session.finish_reason is None:
-        cycles.append(await run_cycle(session, drafter, verifier, ConstantGamma(gamma, 0)))
+        cycles.append(await run_cycle(session, drafter, verifier, ConstantGamma(gamma, max_nodes)))
     return cycles
 
 
