@@ -85,20 +85,13 @@ def worker(llama):
         yield process, psutil.Process(process.pid).children(recursive=True)
 
 
-def ranks_of(children):
-    return [
-        child
-        for child in children
-        if "multiprocessing.spawn" in " ".join(child.cmdline()) or "VLLM" in child.name()
-    ]
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(START_TIMEOUT_S)
 def test_sigkill_of_a_rank_ends_the_worker_with_exit_1_and_no_process_stays(worker):
     process, children = worker
-    victims = ranks_of(children)
-    assert len(victims) == 2, [child.cmdline() for child in children]
+    commands = {child: " ".join(child.cmdline()) for child in children}
+    victims = [one for one in children if "multiprocessing.spawn" in commands[one] or "VLLM" in one.name()]
+    assert len(victims) == 2, commands
     victims[1].kill()
     assert process.wait(30) == 1
     _, alive = psutil.wait_procs(children, 10)
