@@ -76,12 +76,6 @@ def smoke(receipt_keys):
             yield cluster
 
 
-@pytest.fixture
-def http(smoke):
-    with smoke.openai() as client:
-        yield client
-
-
 def two_orchestrators(cluster: Cluster) -> list[psutil.Process]:
     """Wait until the cluster has recovered from the previous test, and return its two orchestrators.
 
@@ -135,19 +129,20 @@ def test_only_the_documented_ports_listen_beyond_loopback(smoke):
     assert eventually(lambda: replicas in found() <= documented), found()
 
 
-def test_json_schema_and_tool_call_are_valid(http):
+def test_json_schema_and_tool_call_are_valid(smoke):
     options = {"model": "", "messages": MESSAGES, "seed": 1, "max_tokens": 128}
-    answer = http.chat.completions.parse(**options, response_format=Weather)
-    assert isinstance(answer.choices[0].message.parsed, Weather)
-    tool = openai.pydantic_function_tool(Weather)
-    named = {"type": "function", "function": {"name": "Weather"}}
-    (choice,) = http.chat.completions.parse(**options, tools=[tool], tool_choice=named).choices
-    (call,) = choice.message.tool_calls
-    assert choice.finish_reason == "tool_calls"
-    assert isinstance(call.function.parsed_arguments, Weather)
-    with http.chat.completions.stream(**options, tools=[tool], tool_choice=named) as stream:
-        deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
-    assert "".join(delta.arguments_delta for delta in deltas) == call.function.arguments
+    with smoke.openai() as http:
+        answer = http.chat.completions.parse(**options, response_format=Weather)
+        assert isinstance(answer.choices[0].message.parsed, Weather)
+        tool = openai.pydantic_function_tool(Weather)
+        named = {"type": "function", "function": {"name": "Weather"}}
+        (choice,) = http.chat.completions.parse(**options, tools=[tool], tool_choice=named).choices
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls"
+        assert isinstance(call.function.parsed_arguments, Weather)
+        with http.chat.completions.stream(**options, tools=[tool], tool_choice=named) as stream:
+            deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        assert "".join(delta.arguments_delta for delta in deltas) == call.function.arguments
 
 
 async def test_session_calls_reach_any_orchestrator(smoke):

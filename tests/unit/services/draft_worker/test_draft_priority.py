@@ -32,13 +32,6 @@ def test_idle_priority_is_not_used_if_it_cannot_be_reverted():
     assert run_code(UNPRIVILEGED).stdout.split() == ["False", "True"]
 
 
-@pytest.fixture
-def engine(tmp_path):
-    engine = load_engine(str(tiny_model("llama", tmp_path, max_position_embeddings=4096)))
-    assert engine.can_chain
-    return engine
-
-
 def preempted(work, stop: c_int32) -> list[int]:
     """Run `work` in a thread; once that has idle priority, end it as a waiting request does.
 
@@ -73,7 +66,9 @@ def preempted(work, stop: c_int32) -> list[int]:
 )
 @pytest.mark.parametrize("call", ["chain", "step"])
 @pytest.mark.parametrize("is_waited_for", [False, True])
-def test_forwards_run_at_idle_priority_until_a_request_waits(engine, call, is_waited_for):
+def test_forwards_run_at_idle_priority_until_a_request_waits(tmp_path, call, is_waited_for):
+    engine = load_engine(str(tiny_model("llama", tmp_path, max_position_embeddings=4096)))
+    assert engine.can_chain
     stop = c_int32(int(is_waited_for))
 
     def work() -> None:
