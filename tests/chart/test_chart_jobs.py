@@ -219,7 +219,6 @@ def test_head_is_alive_only_if_its_node_and_its_control_service_respond():
         ("k", "", 200, 1),
         ("k", "", 500, 1),
         ("", "", 401, 1),
-        ("", "", 500, 1),
     ],
 )
 def test_helm_test_asks_for_health_and_a_completion(keys, own, status, code):

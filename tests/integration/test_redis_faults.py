@@ -329,7 +329,6 @@ async def test_error_replies_do_not_end_background_tasks(redis_server, redis, em
         pytest.param(OOM, ResourceExhaustedError, "out of memory.*maxmemory", id="OOM"),
         pytest.param(NOPERM, UnavailableError, "refuses commands: NOPERM", id="NOPERM"),
         pytest.param(MISCONF, UnavailableError, "refuses commands: MISCONF", id="MISCONF"),
-        pytest.param("WRONGTYPE Operation against a key", InternalError, "WRONGTYPE", id="WRONGTYPE"),
         pytest.param("ERR wrong number of arguments", InternalError, "wrong number", id="ERR"),
     ],
 )

@@ -64,8 +64,6 @@ BAD_VERIFIES = {
     "proposed id out of vocabulary": verify_block(PROMPT, [97]),
     "context id out of vocabulary": verify_block([*PROMPT, 2**32 - 1]),
     "tree with rejection": tree(-1, -1, method=VerificationMethod.REJECTION),
-    "tree with naive": tree(-1, -1, method=VerificationMethod.NAIVE),
-    "tree with block": tree(-1, -1, method=VerificationMethod.BLOCK),
     "weights of a wrong sum": with_distributions(
         types.SparseDistribution(token_ids=[1, 2], weights=[1, 2], weight_bits=2)
     ),
@@ -84,10 +82,6 @@ BAD_VERIFIES = {
     "unknown method": verify_block(PROMPT, spec=types.SessionSpec(verification=17)),
     "no seed": verify_block(PROMPT, spec=without_seed()),
     "temperature NaN": verify_block(PROMPT, spec=sampling(temperature=math.nan)),
-    "temperature -1": verify_block(PROMPT, spec=sampling(temperature=-1.0)),
-    "top_p 0": verify_block(PROMPT, spec=sampling(top_p=0.0)),
-    "repetition penalty 0": verify_block(PROMPT, spec=sampling(repetition_penalty=0.0)),
-    "sample index 2^32 - 1": verify_block(PROMPT, spec=sampling(sample_index=2**32 - 1)),
     "prompt longer than the context": verify_block(PROMPT, spec=spec_message(prompt_length=13)),
     "no prompt": verify_block(PROMPT, spec=spec_message(prompt_length=0)),
     "end of sequence out of vocabulary": verify_block(PROMPT, spec=spec_message(eos_token_ids=[97])),
