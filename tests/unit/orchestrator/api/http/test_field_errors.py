@@ -80,16 +80,12 @@ def with_value(schema: Any, path: tuple[str | int, ...], value: Any) -> Any:
         if step in inner.get("properties", {}):
             # With `oneOf` the field itself is one of those of which exactly one has to be given.
             around = example(inner) if inner.get("type") == "object" and "oneOf" not in inner else {}
-            around |= case_of(inner)
+            # Outside of the case that a schema tells apart others are ignored or refused.
+            case, own = inner.get("if", {}).get("properties", {}), inner.get("properties", {})
+            around |= {name: example(own[name]) for name in inner.get("then", {}).get("required", ())}
+            around |= {name: of["const"] for name, of in case.items()}
             return {**around, step: with_value(inner["properties"][step], tuple(rest), value)}
     raise AssertionError(path)
-
-
-def case_of(schema: Any) -> dict[str, Any]:
-    """Return the fields of the case that a schema tells apart: outside it others are ignored or refused."""
-    case, own = schema.get("if", {}).get("properties", {}), schema.get("properties", {})
-    required = schema.get("then", {}).get("required", ())
-    return {name: example(own[name]) for name in required} | {name: of["const"] for name, of in case.items()}
 
 
 def alternatives(schema: Any) -> Iterator[Any]:
