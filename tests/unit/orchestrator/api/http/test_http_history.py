@@ -198,15 +198,15 @@ async def test_chat_takes_back_every_answer_of_its_own_and_streams_the_same(name
     marker = OPEN.get(CallFormat.of(TEMPLATES[name].chat_format).family, OPEN[CallFamily.HERMES])
     messages = [{"role": "user", "content": "Hi"}]
     for turn in range(12):
-        data, size = rng.choice(list(ANSWERS.values())).encode(), rng.choice((1, 3, 8))
-        data = data[: rng.randrange(1, len(data) + 1)]  # it ends anywhere, at the limit of tokens or before
+        data = rng.choice(list(ANSWERS.values())).encode()  # ends anywhere, at the limit of tokens or before
+        data, size = data[: rng.randrange(1, len(data) + 1)], rng.choice((1, 3, 8))
         pieces = [data[at : at + size] for at in range(0, len(data), size)]
-        backend = Backend(TEMPLATES[name], pieces=pieces)
+        backend, max_tokens = Backend(TEMPLATES[name], pieces=pieces), len(pieces) + rng.choice((0, 9))
         body = {
             "messages": messages,
             "tools": BODY_TOOLS,
             "tool_choice": rng.choice(CHOICES),
-            "max_tokens": len(pieces) + rng.choice((0, 9)),
+            "max_tokens": max_tokens,
         }
         answer = await complete(backend, CHATS, **body)
         assert answer.status_code == 200, answer.text
