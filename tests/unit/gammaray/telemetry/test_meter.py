@@ -27,7 +27,8 @@ def scrape(address):
     }
 
 
-def make_meter():
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_scrape_has_counters_gauges_and_cumulative_buckets(host):
     meter = Meter()
     meter.counter("gammaray.cycle.fallbacks").value += 3
     meter.counter("gammaray.tokens", origin="accepted").value += 5
@@ -35,12 +36,7 @@ def make_meter():
     durations = meter.histogram("gammaray.inter_token_latency")
     for seconds in (0.0004, 0.0005, 0.0031, 99.0):
         durations.observe(seconds)
-    return meter
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_scrape_has_counters_gauges_and_cumulative_buckets(host):
-    server = MetricsServer(make_meter(), f"{host}:0")
+    server = MetricsServer(meter, f"{host}:0")
     try:
         assert server.address.startswith(f"{host}:")
         samples = scrape(server.address)
