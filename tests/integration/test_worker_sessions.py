@@ -59,6 +59,30 @@ async def test_remote_session_is_lossless_and_sends_only_missing_tokens(gamma):
         assert all(block.gamma <= gamma for block in draft.blocks)
 
 
+async def test_remote_evicted_session_is_fed_again():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        work = {worker: worker.work for worker in (target, draft)}
+
+        def forgetful(worker):
+            def answer(block):
+                if len(worker.blocks) in (4, 7):
+                    worker.forget()
+                elif len(worker.blocks) == 5:  # a part of the cache is gone
+                    worker.held[block.session_id] = worker.held.get(block.session_id, [])[:2]
+                return work[worker](block)
+
+            return answer
+
+        for worker in (target, draft):
+            worker.on_block = forgetful(worker)
+        session = make_session(max_tokens=40)
+        cycles = await finish(session, *clients(fleet, session), 3)
+        assert emitted(session) == continuation(PROMPT, 40)
+        assert target.num_needs >= 2
+        assert draft.num_needs >= 2
+        assert not any(c.draft_failed for c in cycles)
+
+
 async def test_remote_worker_that_always_requests_tokens_is_abandoned():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         greedy = lambda worker: lambda block: worker.result(block, need=pb.NeedTokens(position=0))  # noqa: E731
