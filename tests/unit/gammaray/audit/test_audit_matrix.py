@@ -6,7 +6,8 @@ from gammaray.audit.endpoint import Endpoint, Spent
 from gammaray.audit.findings import Status
 from gammaray.audit.run import CHECKS, run_audit
 from gammaray.audit.subject import Subject, default_prompts
-from tests.support.audit_helpers import MATRIX, Proxy, listening
+from tests.support.audit_helpers import MATRIX, Proxy
+from tests.support.http_helpers import listening
 from tests.support.tiny_server import tiny_server
 
 LONG = ("bias", "json-schema", "law", "max-tokens", "penalties", "seed", "stop")

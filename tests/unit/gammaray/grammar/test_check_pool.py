@@ -15,6 +15,7 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.grammar import check_pool
 from gammaray.grammar.check_pool import CheckPool, GrammarCheck
+from tests.support.own_process import run_code
 from tests.support.small_files import no_descriptors
 from tests.support.workers.redis_helpers import wait_until
 
@@ -178,6 +179,5 @@ def test_process_imports_little_and_has_no_settings_of_its_parent(make_pool, mon
     make_pool().check('start: "a"')
     (child,) = children()
     assert "GAMMARAY_REDIS_URL" not in child.environ()
-    script = "import sys, gammaray.grammar.check_process; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = run_code("import sys, gammaray.grammar.check_process; print(*sys.modules)")
     assert {"torch", "ray", "transformers", "numpy"}.isdisjoint(loaded.stdout.split())

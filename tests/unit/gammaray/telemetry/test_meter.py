@@ -1,22 +1,19 @@
 """Metrics are counted and exposed to Prometheus; OpenTelemetry follows its environment variables."""
 
 import asyncio
-import subprocess
-import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import gammaray
 from gammaray.errors import InvalidArgumentError
 from gammaray.telemetry.meter import Meter
 from gammaray.telemetry.otel import Telemetry, exports_traces
 from gammaray.telemetry.prometheus import MetricsExport, MetricsServer
 from orchestrator.launcher.preflight import free_ports
 from tests.support.otlp_receiver import receiving
+from tests.support.own_process import run_code
 
 
 def scrape(address):
@@ -30,7 +27,8 @@ def scrape(address):
     }
 
 
-def make_meter():
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_scrape_has_counters_gauges_and_cumulative_buckets(host):
     meter = Meter()
     meter.counter("gammaray.cycle.fallbacks").value += 3
     meter.counter("gammaray.tokens", origin="accepted").value += 5
@@ -38,12 +36,7 @@ def make_meter():
     durations = meter.histogram("gammaray.inter_token_latency")
     for seconds in (0.0004, 0.0005, 0.0031, 99.0):
         durations.observe(seconds)
-    return meter
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_scrape_has_counters_gauges_and_cumulative_buckets(host):
-    server = MetricsServer(make_meter(), f"{host}:0")
+    server = MetricsServer(meter, f"{host}:0")
     try:
         assert server.address.startswith(f"{host}:")
         samples = scrape(server.address)
@@ -98,7 +91,6 @@ async def test_tasks_are_counted_from_any_thread():
     await export.stop()
 
 
-ROOT = Path(gammaray.__file__).parents[1]
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
@@ -144,16 +136,7 @@ def test_telemetry_without_variables_loads_no_sdk():
         "telemetry = Telemetry('draft')\n"
         "print(telemetry.tracer, telemetry.span_ids, 'opentelemetry.sdk' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        check=True,
-        env={"PATH": ""},
-    )
-    assert result.stdout.strip() == "None None False"
+    assert run_code(script, env={"PATH": ""}).stdout.strip() == "None None False"
 
 
 async def test_shutdown_flushes_queued_spans(monkeypatch):

@@ -1,13 +1,10 @@
 """What the launcher checks before a cluster starts: settings of workers, models, and access."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import gammaray
 from gammaray.checks import is_loopback
 from gammaray.config import ClusterSettings, OrchestratorSettings, PoolSize
 from gammaray.demo_pair import resolve_model
@@ -27,8 +24,7 @@ from orchestrator.launcher.preflight import (
     worker_gpus,
 )
 from orchestrator.launcher.trust import arrange_trust, check_access
-
-ROOT = Path(gammaray.__file__).parents[1]
+from tests.support.own_process import run_code
 
 
 def test_defaults_take_the_gpus_that_there_are():
@@ -106,8 +102,7 @@ print(json.dumps([status, sorted(sys.modules)]), file=out)
 
 
 def test_launcher_refuses_before_anything_slow_is_imported():
-    command = [sys.executable, "-c", REFUSED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=True)
+    done = run_code(REFUSED)
     status, modules = json.loads(done.stdout)
     assert status == 2
     assert done.stderr.startswith("gammaray: ")

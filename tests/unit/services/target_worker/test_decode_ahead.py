@@ -39,8 +39,7 @@ def decoded(scheduler: TargetScheduler, run: Run, num_ahead: int) -> list[AheadT
     """Ask for one token and `num_ahead` more; return those, and let the run commit all of them."""
     block = run.block(PLAIN)
     block.num_ahead = num_ahead
-    run.held = len(run.tokens)
-    run.tokens.append(run.ask(block).next_token_id)
+    run.ask(block)
     messages = []
     while scheduler.has_work:
         messages += [reply.outcome for _, reply in scheduler.step()]
@@ -77,8 +76,7 @@ def test_another_block_ends_it_and_gets_its_own_tokens(model, scheduler):
     run = Run(scheduler, PROMPT, PARAMS)
     block = run.block(PLAIN)
     block.num_ahead = 30
-    run.held = len(run.tokens)
-    run.tokens.append(run.ask(block).next_token_id)
+    run.ask(block)
     for _ in range(3):
         scheduler.step()
     for _ in range(4):
