@@ -21,13 +21,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from reprlib import Repr
 from typing import ClassVar
 
 import grpc
 
-_MAX_RENDERED = 100
-"""Entries and levels of a list or mapping that are rendered; a message shows 80 characters."""
+_RENDERER = Repr()
+_RENDERER.maxlevel, _RENDERER.maxstring, _RENDERER.maxother = 4, 100, 100
+_RENDERER.maxlist = _RENDERER.maxtuple = _RENDERER.maxdict = 30
 
 
 class GammarayError(Exception):
@@ -204,23 +205,11 @@ def escaped(text: str) -> str:
 
 
 def rendering(value: object) -> str:
-    """Return the `repr` of a value as far as an error message shows it.
+    """Return the `repr` of a value; of a list or mapping as far as an error message shows it.
 
     A request may hold millions of values; their full `repr` would take a second and tens of megabytes.
     """
-    return repr(_pruned(value, _MAX_RENDERED))
-
-
-def _pruned(value: object, depth: int) -> object:
-    """Return a value without the entries and levels beyond `depth`, which a message has no room for."""
-    if not isinstance(value, (list, tuple, dict)):
-        return value
-    if not depth:
-        return ...
-    if isinstance(value, dict):
-        return {key: _pruned(entry, depth - 1) for key, entry in islice(value.items(), _MAX_RENDERED)}
-    entries = [_pruned(entry, depth - 1) for entry in islice(value, _MAX_RENDERED)]
-    return entries if isinstance(value, list) else tuple(entries)
+    return _RENDERER.repr(value) if isinstance(value, (list, tuple, dict)) else repr(value)
 
 
 def _shorten(text: str) -> str:

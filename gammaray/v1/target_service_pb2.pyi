@@ -87,7 +87,8 @@ class VerifyBlock(_message.Message):
     """
     num_ahead: _builtins.int
     """After the verdict, decode up to so many further tokens plainly and send them as AheadTokens, without waiting for
-    the next block. Ends at an end token and with the next block of the session. A worker may send none. Default 0.
+    the next block. Ends at an end token and with the next block of the session. A worker may send fewer, at most 32.
+    Default 0.
     """
     @_builtins.property
     def context(self) -> _types_pb2.TokenSpan:
@@ -223,19 +224,18 @@ class AheadTokens(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
     BASE_POSITION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    """Of the block."""
     session_id: _builtins.str
     """The session."""
-    epoch: _builtins.int
-    """Epoch of the block; absent where decoding ahead has failed: `is_last` is then set, and the next block gets the
-    error.
-    """
     base_position: _builtins.int
     """Absolute position of the first token."""
     is_last: _builtins.bool
@@ -252,22 +252,29 @@ class AheadTokens(_message.Message):
     def timing(self) -> _types_pb2.WorkerTiming:
         """Time spent in the worker for these tokens."""
 
+    @_builtins.property
+    def error(self) -> _types_pb2.BlockError:
+        """Why there are no more."""
+
     def __init__(
         self,
         *,
+        request_id: _builtins.int = ...,
         session_id: _builtins.str = ...,
-        epoch: _builtins.int = ...,
         base_position: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         is_last: _builtins.bool = ...,
         timing: _types_pb2.WorkerTiming | None = ...,
+        error: _types_pb2.BlockError | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_position", b"base_position", "epoch", b"epoch", "is_last", b"is_last", "logprobs", b"logprobs", "session_id", b"session_id", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "base_position", b"base_position", "error", b"error", "is_last", b"is_last", "logprobs", b"logprobs", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
+    _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
 
 Global___AheadTokens: _TypeAlias = AheadTokens  # noqa: Y015
 

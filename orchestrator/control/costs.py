@@ -65,8 +65,8 @@ STRENGTH = 8.0
 """Weight of the replica's acceptance in a session's own, in tested tokens."""
 
 LEAST_WEIGHT = 1.0 / 8.0
-"""Weight of a measured cycle in steps of the target, at least: of more sessions in a step 8 are measured,
-chosen at random, as a measurement takes 42 microseconds (AMD EPYC, by hand, 2026-11-29)."""
+"""Least weight of a measured cycle, in steps of the target. Of a step with more than 8 sessions about 8 are
+measured, at random: a measurement takes 42 microseconds (AMD EPYC, by hand, 2026-11-29)."""
 
 MatchClass = tuple[DrafterKind, int, int]
 """Kind of a match, and the classes of its length and of the request's temperature."""

@@ -113,7 +113,7 @@ class WorkerSession(Generic[BlockT, ResultT]):
                     call.answered(result)
                 outcome = result.WhichOneof("outcome")
                 if outcome == "error":
-                    raise _failure(link, result.error)
+                    raise failure_of(link, result.error)
                 if outcome != "need":
                     if self._num_known == 0:
                         link.prefixes.add(self._keys(session))
@@ -139,7 +139,7 @@ class WorkerSession(Generic[BlockT, ResultT]):
             block.spec.CopyFrom(self._spec)
 
 
-def _failure(link: WorkerConnection[BlockT, ResultT], error: pb.BlockError) -> GammarayError:
+def failure_of(link: WorkerConnection[BlockT, ResultT], error: pb.BlockError) -> GammarayError:
     """Return the error that a worker reports; InternalError if its code is unknown."""
     message = error.message[:MAX_MESSAGE]
     if error.code in _FAILURES:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gammaray.blocks import Verdict
+from gammaray.blocks import MAX_AHEAD, Verdict
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -33,10 +33,10 @@ from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import EMPTY, PLAIN, Draft, DraftHere
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
-from orchestrator.workers.ahead_tokens import CROWD, MAX_AHEAD, NOWHERE, AheadTokens
+from orchestrator.workers.ahead_tokens import CROWD, NOTHING, AheadTokens
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.session_client import WorkerSession
+from orchestrator.workers.session_client import WorkerSession, failure_of
 
 TRIES = 5
 """Attempts per cycle that may be answered with CANCELLED before the session fails."""
@@ -213,9 +213,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 if (verdict := await self._decoded_ahead(session, link)) is not None:
                     return verdict
                 timeout_s = self._timeout_s + (session.num_committed - self._num_known) * PREFILL_TOKEN_S
-                num_ahead = self._num_ahead(session, link)
-                self._ahead.expect(session.epoch, session.num_committed + 1 if num_ahead else NOWHERE)
-                block = partial(_block, session, sent, num_ahead)
+                block = partial(self._block, session, link, sent)
                 result = await self._ask(session, link, timeout_s, block)
             except (UnavailableError, DeadlineExceededError) as error:
                 session.left_s(0)  # raises past the caller's deadline: failover would not help
@@ -228,7 +226,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 continue
             link.backoff.succeeded()
             if not result.is_followed:
-                self._ahead.expect(0, NOWHERE)
+                self._ahead.expect(NOTHING, 0)
             # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             verdict = _verdict(session, link, result, sent, path)
@@ -243,19 +241,27 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 session.num_cached = min(result.timing.cached_tokens, len(session.prompt))
             return verdict
 
-    def _num_ahead(self, session: Session, link: TargetLink) -> int:
-        is_ahead = session.is_plain and len(link.sessions) >= CROWD and not session.lacks_prompt_logprobs
-        return min(MAX_AHEAD, session.remaining - 1) if is_ahead else 0
+    def _block(self, session: Session, link: TargetLink, draft: Draft) -> target_pb.VerifyBlock:
+        is_ahead = session.is_plain and len(link.sessions) >= CROWD
+        block = _block(session, draft, min(MAX_AHEAD, session.remaining - 1) if is_ahead else 0)
+        self._ahead.expect(block if block.num_ahead else NOTHING, session.num_committed + 1)
+        if block.num_ahead:  # another owner in this process may have replaced it, and have left
+            link.listeners[session.session_id] = self._listen
+        return block
 
     async def _decoded_ahead(self, session: Session, link: TargetLink) -> Verdict | None:
         """Return what the worker has decoded ahead, after waiting for it if it is on its way."""
         ahead = self._ahead
-        if not ahead.follow(session.epoch, session.num_committed):
+        if not ahead.follow(session.num_committed):
             return None
         if (arrival := ahead.arrival()) is not None:
             await link.wait(arrival, session.left_s(self._timeout_s))
         vocab_size = link.info.vocab_size if link.info is not None else 0
         verdict = ahead.take(vocab_size, has_logprobs=session.num_top_logprobs is not None)
+        if verdict is None and ahead.error is not None:
+            error = ahead.error
+            ahead.expect(NOTHING, 0)
+            raise failure_of(link, error)
         if verdict is not None:
             self._num_known = session.num_committed
             if session.calls is not None:
@@ -267,7 +273,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
 
     def _attach(self, session: Session, link: TargetLink) -> None:
         if link is not self._link:
-            self._ahead.expect(0, NOWHERE)
+            self._ahead.expect(NOTHING, 0)
         super()._attach(session, link)
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:

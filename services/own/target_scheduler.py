@@ -134,6 +134,7 @@ class TargetScheduler:
         self.queue.release(endings, self._forget_prefix)
 
     def fail_all(self, error: GammarayError) -> None:
+        self._answered.clear()
         self.queue.fail_all(error)
         self.engine.drop_retained()
 
@@ -160,7 +161,7 @@ class TargetScheduler:
                 self.queue.send(ahead, ahead.take())
         answered, self._answered = self._answered, []
         for task, session in answered:
-            own = replace(task, request_id=0, base_position=len(session.tokens), context=(), spec=None)
+            own = replace(task, base_position=len(session.tokens), context=(), spec=None, is_ahead=True)
             own.arrived, own.deadline = now, now + AHEAD_TIMEOUT_S
             ahead = _Ahead(own, session, [], num_logits=1)
             self._decoding[session.session_id] = running[session.session_id] = ahead
@@ -268,10 +269,12 @@ class TargetScheduler:
             if (error := running.session.masking.result()) is not None:
                 raise error
         verdict = self._judge(running, logits)
-        if _goes_on(running.task, running.session):
-            self._answered.append((running.task, running.session))
-            verdict = replace(verdict, is_followed=True)
-        return verdict if scores is None else replace(verdict, prompt_logprobs=scores.result())
+        if scores is not None:
+            return replace(verdict, prompt_logprobs=scores.result())
+        if not _goes_on(running.task, running.session):
+            return verdict
+        self._answered.append((running.task, running.session))
+        return replace(verdict, is_followed=True)
 
     def _advance_ahead(self, ahead: _Ahead, logits: Tensor) -> AheadTokens | None:
         verdict = self._judge(ahead, logits)

@@ -212,6 +212,7 @@ class BlockQueue(Generic[TaskT, WorkT]):
         """Send a part of what a block gets; the rest counts as another block, which arrives now."""
         self._reply(work.task, outcome, work.timing)
         work.task.arrived, work.timing = time.monotonic(), Timing()
+        self.running[work.task.session_id] = self.running.pop(work.task.session_id)  # oldest first
 
     def drop(self, work: WorkT, error: GammarayError) -> None:
         """Answer a block that the engine need not compute any more."""
@@ -221,7 +222,8 @@ class BlockQueue(Generic[TaskT, WorkT]):
     def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
         self._block_s += time.monotonic() - task.arrived
         outcome = None if task.is_notice else outcome
-        self.replies.append((task, Reply(task.request_id, task.session_id, outcome, timing or Timing())))
+        reply = Reply(task.request_id, task.session_id, outcome, timing or Timing(), task.is_ahead)
+        self.replies.append((task, reply))
 
     def take_replies(self) -> list[tuple[TaskT, Reply]]:
         """Return the answers of a step that ends."""

@@ -80,6 +80,7 @@ class Task:
     traceparent: str = ""  # of the calling span; empty when the session is not sampled
     grammar: GrammarState | None = None  # before the first token; None without one, or before it is compiled
     is_notice: bool = False  # whether the caller has a proposal already and does not wait for an answer
+    is_ahead: bool = False  # whether the block was answered, and what follows is decoded ahead
 
     @property
     def reads_anew(self) -> bool:
@@ -202,3 +203,4 @@ class Reply:
     session_id: str
     outcome: NeedTokens | GammarayError | Any
     timing: Timing = field(default_factory=Timing)
+    is_ahead: bool = False  # whether it follows the answer

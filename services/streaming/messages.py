@@ -78,9 +78,14 @@ def fill_result(result: Any, reply: Reply) -> None:
         result.need.SetInParent()
         result.need.position = outcome.position
     elif isinstance(outcome, GammarayError):
-        result.error.code = outcome.status.value[0]
-        result.error.message = str(outcome)
+        fill_error(result.error, outcome)
     fill_timing(result.timing, reply.timing)
+
+
+def fill_error(message: types_pb2.BlockError, error: GammarayError) -> None:
+    """Write an error into an empty message."""
+    message.code = error.status.value[0]
+    message.message = str(error)
 
 
 def fill_timing(message: types_pb2.WorkerTiming, timing: Timing) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import grpc
 
-from gammaray.blocks import Verdict
+from gammaray.blocks import MAX_AHEAD, Verdict
 from gammaray.checks import check_int
 from gammaray.config import TargetSettings
 from gammaray.errors import InvalidArgumentError, ModelChangedError
@@ -28,7 +28,7 @@ from services.engines.interface import Served
 from services.process.server import guarded
 from services.process.worker import Worker
 from services.scheduling.tasks import AheadTokens, Reply, VerifyTask
-from services.streaming.messages import Model, describe, fill_result, fill_timing, task_fields
+from services.streaming.messages import Model, describe, fill_error, fill_result, fill_timing, task_fields
 from services.streaming.streams import Deliver, Streams
 
 DEFAULT_TIMEOUT_MS = 60_000
@@ -88,7 +88,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             num_top_logprobs=num_top,
             num_prompt_logprobs=num_prompt,
             head=head,
-            num_ahead=min(block.num_ahead, max(0, model.max_context - block.base_position)),
+            num_ahead=min(block.num_ahead, MAX_AHEAD, max(0, model.max_context - block.base_position)),
         )
         task.validate(model.vocab_size, model.max_context)
         end = task.base_position + proposal.depth
@@ -112,7 +112,7 @@ def check_identity(block: pb.VerifyBlock, model: Model) -> None:
 def _response(replies: Sequence[Reply], *, is_draining: bool) -> pb.VerifyResponse:
     response = pb.VerifyResponse(is_draining=is_draining)
     for reply in replies:
-        if reply.request_id == 0:
+        if reply.is_ahead:
             response.ahead.append(_ahead(reply))
         else:
             response.results.append(_result(reply))
@@ -120,19 +120,16 @@ def _response(replies: Sequence[Reply], *, is_draining: bool) -> pb.VerifyRespon
 
 
 def _ahead(reply: Reply) -> pb.AheadTokens:
-    """Return tokens that were decoded ahead; an error only ends them: the next block gets its own."""
-    tokens = reply.outcome
-    if not isinstance(tokens, AheadTokens):
-        return pb.AheadTokens(session_id=reply.session_id, is_last=True)
-    message = pb.AheadTokens(
-        session_id=reply.session_id,
-        epoch=tokens.task.epoch,
-        base_position=tokens.base_position,
-        token_ids=tokens.token_ids,
-        is_last=tokens.is_last,
-    )
-    add_logprobs(message.logprobs, tokens.logprobs)
+    """Return tokens that were decoded ahead, or the error that ended them."""
+    message, tokens = pb.AheadTokens(request_id=reply.request_id, session_id=reply.session_id), reply.outcome
     fill_timing(message.timing, reply.timing)
+    if isinstance(tokens, AheadTokens):
+        message.base_position, message.is_last = tokens.base_position, tokens.is_last
+        message.token_ids.extend(tokens.token_ids)
+        add_logprobs(message.logprobs, tokens.logprobs)
+    else:
+        message.is_last = True
+        fill_error(message.error, reply.outcome)
     return message
 
 

@@ -121,7 +121,7 @@ MUTANTS: dict[str, tuple[str, Callable[[ast.AST], _Edit]]] = {
     "a session stays attached to its link": (f"{_LINK}.release", statement("self.sessions.discard")),
     "a listener stays after a release": (_RELEASE, statement("self._stop_listening")),
     "tokens decoded ahead may leave a gap": (
-        _AHEAD, expression("(message.epoch, message.base_position)", "(message.epoch, self._end)")
+        _AHEAD, expression("message.base_position == self._end", "message.base_position >= self._end")
     ),
     "a dropped session counts as cancelled": (_VERIFIER, statement("dropped = error", "raise")),
     "a worker keeps tokens that differ from the committed ones": (_COPY, statement("break")),

@@ -89,7 +89,7 @@ def answers(scheduler: Any, tasks: Sequence[VerifyTask | ProposeTask]) -> list[R
     scheduler.submit(tasks)
     replies: dict[int, Reply] = {}
     for _ in range(MAX_STEPS):
-        replies |= {reply.request_id: reply for _, reply in scheduler.step()}
+        replies |= {reply.request_id: reply for _, reply in scheduler.step() if not reply.is_ahead}
         if all(task.request_id in replies for task in tasks):
             return [replies[task.request_id] for task in tasks]
     raise AssertionError(f"{len(tasks) - len(replies)} blocks without an answer after {MAX_STEPS} steps")

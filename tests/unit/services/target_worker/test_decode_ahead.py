@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from gammaray.blocks import Shape
+from gammaray.errors import CancelledError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.loader import load_engine
 from services.own import target_scheduler
@@ -93,7 +94,8 @@ def test_a_release_ends_it(scheduler):
     scheduler.step()
     scheduler.release([Release(block.session_id, block.epoch)])
     ((_, reply),) = scheduler.step()
-    assert reply.request_id == 0
+    assert reply.is_ahead
+    assert isinstance(reply.outcome, CancelledError)
     assert not scheduler.has_work
 
 
