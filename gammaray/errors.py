@@ -21,14 +21,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from reprlib import Repr
 from typing import ClassVar
 
 import grpc
 
-_RENDERER = Repr()
-_RENDERER.maxlevel, _RENDERER.maxstring, _RENDERER.maxother = 4, 100, 100
-_RENDERER.maxlist = _RENDERER.maxtuple = _RENDERER.maxdict = 30
+_MAX_RENDERED = 4096
+"""Length above which the rendering of a list or mapping is truncated, in characters."""
+
+_MAX_RENDERED_DEPTH = 100
 
 
 class GammarayError(Exception):
@@ -205,15 +205,49 @@ def escaped(text: str) -> str:
 
 
 def rendering(value: object) -> str:
-    """Return the `repr` of a value; of a list or mapping as far as an error message shows it.
+    """Return `repr(value)`, truncated for a long list or mapping.
 
-    A request may hold millions of values; their full `repr` would take a second and tens of megabytes.
+    A request may hold millions of values; their full `repr` would take a second and tens of megabytes, while
+    an error message shows 80 characters.
     """
-    return _RENDERER.repr(value) if isinstance(value, (list, tuple, dict)) else repr(value)
+    if not isinstance(value, (list, tuple, dict)):
+        return repr(value)
+    parts: list[str] = []
+    size = 0
+    for part in _parts(value, 0):
+        if size > _MAX_RENDERED or part is None:
+            return f"{''.join(parts)[:80]}... (over {size} characters)"
+        parts.append(part)
+        size += len(part)
+    return "".join(parts)
+
+
+def _parts(value: object, depth: int) -> Iterator[str | None]:
+    """Yield the pieces of a value's `repr`; None replaces values that are nested too deep."""
+    if depth > _MAX_RENDERED_DEPTH:
+        yield None
+    elif isinstance(value, dict):
+        yield "{"
+        for index, (key, entry) in enumerate(value.items()):
+            yield f"{', ' if index else ''}{key!r}: "
+            yield from _parts(entry, depth + 1)
+        yield "}"
+    elif isinstance(value, (list, tuple)):
+        yield "[" if isinstance(value, list) else "("
+        for index, entry in enumerate(value):
+            if index:
+                yield ", "
+            yield from _parts(entry, depth + 1)
+        if isinstance(value, list):
+            yield "]"
+        else:
+            yield ",)" if len(value) == 1 else ")"
+    else:
+        yield repr(value)
 
 
 def _shorten(text: str) -> str:
     # A message with unpaired surrogates could not be sent or printed.
     text = text.encode(errors="backslashreplace").decode()
     # With the margin a truncated text is not truncated again when the client rebuilds the error.
-    return text if len(text) <= 120 else f"{text[:80]}..."
+    return text if len(text) <= 120 else f"{text[:80]}... ({len(text)} characters)"

@@ -71,9 +71,7 @@ class WorkerSession(Generic[BlockT, ResultT]):
             self.release(session)
             self._link, self._num_known = link, 0
             link.sessions.add(session.session_id)
-            if (before := link.listeners.get(session.session_id)) is not None:
-                before(None)  # a former owner of the session in this process
-            link.listeners[session.session_id] = self._listen
+            self._start_listening(session, link)
 
     def _detach(self, session: Session) -> None:
         """Detach without a release; the worker evicts the session's cache itself, if it still runs."""
@@ -85,6 +83,12 @@ class WorkerSession(Generic[BlockT, ResultT]):
     def _listen(self, message: Any) -> None:
         """Take what the worker prepared for the session; None: no more will come."""
         raise NotImplementedError
+
+    def _start_listening(self, session: Session, link: WorkerConnection[BlockT, ResultT]) -> None:
+        before = link.listeners.get(session.session_id)
+        if before is not None and before != self._listen:
+            before(None)  # another owner of the session in this process
+        link.listeners[session.session_id] = self._listen
 
     def _stop_listening(self, session: Session) -> None:
         if self._link is not None and self._link.listeners.get(session.session_id) == self._listen:

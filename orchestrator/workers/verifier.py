@@ -245,8 +245,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         is_ahead = session.is_plain and len(link.sessions) >= CROWD
         block = _block(session, draft, min(MAX_AHEAD, session.remaining - 1) if is_ahead else 0)
         self._ahead.expect(block if block.num_ahead else NOTHING, session.num_committed + 1)
-        if block.num_ahead:  # another owner in this process may have replaced it, and have left
-            link.listeners[session.session_id] = self._listen
+        if block.num_ahead:  # another owner in this process may have taken its place
+            self._start_listening(session, link)
         return block
 
     async def _decoded_ahead(self, session: Session, link: TargetLink) -> Verdict | None:
