@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from gammaray.config import DraftSettings, TargetSettings
@@ -132,12 +133,11 @@ def test_native_path_does_not_keep_the_loaded_model(tmp_path, monkeypatch):
     assert engine.num_layers == 3
 
 
-@pytest.mark.parametrize("variant", [*usable_variants(), "none"])
+@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 5, 16, 97, 2048])
 def test_top_k_equals_a_sorted_softmax(size, dtype, variant, monkeypatch):
-    kernel = Kernel(None) if variant == "none" else open_kernel(variant)
-    monkeypatch.setattr(guesses, "load_kernel", lambda: kernel)
+    monkeypatch.setattr(guesses, "load_kernel", lambda: open_kernel(variant))
     generator = torch.Generator().manual_seed(size)
     for temperature in (0.1, 1.0, 3.0):
         scores = torch.randn(size, generator=generator, dtype=dtype) * 4
@@ -148,6 +148,15 @@ def test_top_k_equals_a_sorted_softmax(size, dtype, variant, monkeypatch):
         got = top_k_tokens(scores, 6, temperature)
         assert [token_id for token_id, _ in got] == order
         assert [share for _, share in got] == pytest.approx(shares[order].tolist(), rel=1e-4, abs=1e-12)
+
+
+def test_top_k_is_the_same_without_the_kernel(monkeypatch):
+    scores = torch.randn(500, generator=torch.Generator().manual_seed(1))
+    with_kernel = top_k_tokens(scores, 4, 0.7)
+    monkeypatch.setattr(guesses, "load_kernel", lambda: Kernel(None))
+    without = top_k_tokens(scores, 4, 0.7)
+    assert [token_id for token_id, _ in without] == [token_id for token_id, _ in with_kernel]
+    assert [share for _, share in without] == pytest.approx([share for _, share in with_kernel], rel=1e-5)
 
 
 @pytest.mark.parametrize("noisy", [False, True])
@@ -219,6 +228,10 @@ def dequantised(directory: Path) -> PreTrainedModel:
     return module
 
 
+def random_matrix(outputs: int, inputs: int) -> Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs)) * 0.1
+
+
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("arch", ["qwen3", "llama-bias"])
 def test_every_instruction_set_runs_the_dequantised_model(arch, variant, tmp_path, monkeypatch):
@@ -248,7 +261,7 @@ def test_every_covered_architecture_is_quantised(arch, tmp_path):
 
 
 def test_int8_is_the_nearest_of_255_steps_of_a_row():
-    weight = 0.1 * torch.randn(20, 70, generator=torch.Generator().manual_seed(70))
+    weight = random_matrix(20, 70)
     weight[3] = 0
     matrix = quantise(weight)
     assert matrix.values.dtype == torch.int8
