@@ -11,7 +11,7 @@ import grpc
 from gammaray.blocks import MAX_AHEAD, Verdict
 from gammaray.checks import check_int
 from gammaray.config import TargetSettings
-from gammaray.errors import InvalidArgumentError, ModelChangedError
+from gammaray.errors import GammarayError, InvalidArgumentError, ModelChangedError
 from gammaray.grammar.matcher import grammar_identity
 from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
@@ -128,8 +128,9 @@ def _ahead(reply: Reply) -> pb.AheadTokens:
         message.token_ids.extend(tokens.token_ids)
         add_logprobs(message.logprobs, tokens.logprobs)
     else:
+        assert isinstance(tokens, GammarayError)
         message.is_last = True
-        fill_error(message.error, reply.outcome)
+        fill_error(message.error, tokens)
     return message
 
 
