@@ -18,8 +18,15 @@ from tests.support.own_process import run_code
 
 def scrape(address):
     """Return the value of each sample, by its name and labels."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+    for attempt in range(5):
+        try:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+            break
+        except urllib.error.URLError:  # [::1] refuses a first connection now and then, on a busy machine
+            if attempt == 4:
+                raise
+            time.sleep(0.5)
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
