@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import urllib.error
 import urllib.request
 
 import pytest
