@@ -19,7 +19,7 @@ plain cycle takes the same trip to the worker as one with a proposal."""
 NOTHING = target_pb.VerifyBlock()
 
 
-class AheadTokens:
+class AheadCache:
     """What has arrived of the tokens that follow the last block.
 
     Attributes:
@@ -44,7 +44,7 @@ class AheadTokens:
     def put(self, message: target_pb.AheadTokens | None) -> None:
         """Keep the tokens of a message; after None or what does not follow those before no more will come."""
         if message is not None and message.request_id != self._block.request_id:
-            return  # of a block before
+            return  # of another block
         if message is not None and self._is_coming:
             end = message.base_position + len(message.token_ids)
             is_right = message.base_position == self._end and end <= self._limit

@@ -33,7 +33,7 @@ from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import EMPTY, PLAIN, Draft, DraftHere
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
-from orchestrator.workers.ahead_tokens import CROWD, NOTHING, AheadTokens
+from orchestrator.workers.ahead_tokens import CROWD, NOTHING, AheadCache
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.session_client import WorkerSession, failure_of
@@ -176,7 +176,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     def __init__(self, pool: TargetPool, spec: pb.SessionSpec, *, timeout_s: float, wait_s: float) -> None:
         super().__init__(pool, spec)
         self._timeout_s, self._wait_s = timeout_s, wait_s
-        self._ahead = AheadTokens()
+        self._ahead = AheadCache()
         self._identity = ""
         self._grammars = grammar_identity() if spec.sampling.grammar else ""
 

@@ -76,7 +76,7 @@ _SDK = "gammaray/client/resume.py:stream_completion"
 _PLACE = "orchestrator/access/admission.py:Admission.place"
 _LINK = "orchestrator/workers/connection.py:WorkerConnection"
 _RELEASE = "orchestrator/workers/session_client.py:WorkerSession.release"
-_AHEAD = "orchestrator/workers/ahead_tokens.py:AheadTokens.put"
+_LISTEN = "orchestrator/workers/session_client.py:WorkerSession._start_listening"
 _VERIFIER = "orchestrator/workers/verifier.py:FencedVerifier.verify"
 _COPY, _TABLE = (f"services/scheduling/sessions.py:Session{rest}" for rest in ("Copy.merge", "Table.admit"))
 _MATCH = "services/scheduling/batcher.py:Batcher.match"
@@ -120,9 +120,7 @@ MUTANTS: dict[str, tuple[str, Callable[[ast.AST], _Edit]]] = {
     "a release is lost": (f"{_LINK}.release", statement("self._releases.append")),
     "a session stays attached to its link": (f"{_LINK}.release", statement("self.sessions.discard")),
     "a listener stays after a release": (_RELEASE, statement("self._stop_listening")),
-    "tokens decoded ahead may leave a gap": (
-        _AHEAD, expression("message.base_position == self._end", "message.base_position >= self._end")
-    ),
+    "another owner is not told that it hears no more": (_LISTEN, statement("before(None)")),
     "a dropped session counts as cancelled": (_VERIFIER, statement("dropped = error", "raise")),
     "a worker keeps tokens that differ from the committed ones": (_COPY, statement("break")),
     "a worker does not compare epochs": (_TABLE, expression("task.epoch < session.epoch", "False")),

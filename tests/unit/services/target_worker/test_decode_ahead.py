@@ -105,3 +105,18 @@ def test_a_block_with_a_proposal_is_not_decoded_ahead(scheduler):
     block.num_ahead = 5
     run.ask(block)
     assert not scheduler.has_work
+
+
+def test_what_was_sent_a_part_goes_behind_the_blocks_that_came_meanwhile(scheduler, monkeypatch):
+    monkeypatch.setattr(target_scheduler, "AHEAD_PERIOD_S", 0.0)
+    run, newcomer = Run(scheduler, PROMPT, PARAMS), Run(scheduler, random_tokens(90, seed=4), PARAMS)
+    scheduler.batcher.budget.num_tokens = 30  # the newcomer's prompt takes several steps
+    block = run.block(PLAIN)
+    block.num_ahead = 30
+    run.ask(block)
+    scheduler.submit([newcomer.block(PLAIN)])
+    orders = []
+    for _ in range(2):
+        scheduler.step()
+        orders.append([*scheduler.queue.running])
+    assert orders[-1] == [newcomer.name, run.name]
