@@ -22,6 +22,7 @@ from gammaray.deploy.serve_config import (
     log_with_serve,
 )
 from gammaray.wire.metadata import APPLICATION
+from orchestrator import HIDES_TORCH
 from orchestrator.access.caller import make_authenticator
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
@@ -95,7 +96,7 @@ def build(
     configure = serve.deployment(
         name=APPLICATIONS["orchestrator"].deployment,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
-        ray_actor_options={"num_cpus": 0},  # mostly I/O-bound
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {HIDES_TORCH: "1"}}},  # mostly I/O-bound
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=5,

@@ -34,6 +34,7 @@ from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENV
 from gammaray.environment import past_proxies
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
 from gammaray.program.parents import end_with_parent
+from orchestrator import hide_torch
 from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
 from orchestrator.launcher.preflight import (
     check_drafting_head,
@@ -62,6 +63,7 @@ HOST = "127.0.0.1"
 _ESSENTIAL = ("gcs_server", "raylet")
 _RAY_TRIES = 4
 _POLL_S = 0.1
+_STATUS_POLL_S = 0.5  # Serve's status takes tens of milliseconds of a core, which starting workers need
 _BAD_INPUT = re.compile(r"[\w.]*(UnsupportedVllmError|InvalidArgumentError): ")
 _HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidModelError)\b")
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
@@ -346,7 +348,7 @@ def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str
         missing = ", ".join(waiting) or missing_parts(settings, reachable(settings.host), api_key)
         if not missing:
             return
-        time.sleep(_POLL_S)
+        time.sleep(_STATUS_POLL_S)
     raise DeadlineExceededError(f"the cluster did not become ready in time; still missing: {missing}")
 
 
@@ -410,4 +412,5 @@ def _http_answers(url: str) -> bool:
 
 
 if __name__ == "__main__":
+    hide_torch()
     sys.exit(main())

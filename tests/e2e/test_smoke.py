@@ -129,6 +129,18 @@ def test_only_the_documented_ports_listen_beyond_loopback(smoke):
     assert eventually(lambda: replicas in found() <= documented), found()
 
 
+def test_torch_is_loaded_by_workers_only(smoke):
+    """It takes seconds of a start, and 130 MB of each process that imports it."""
+
+    def has_torch(process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return any("libtorch" in library.path for library in process.memory_maps())
+        return False
+
+    names = {command[0] for process, command in smoke.commands() if has_torch(process)}
+    assert sorted(name.rpartition(":")[2] for name in names) == ["DraftWorker", "TargetWorker"]
+
+
 def test_json_schema_and_tool_call_are_valid(smoke):
     options = {"model": "", "messages": MESSAGES, "seed": 1, "max_tokens": 128}
     with smoke.openai() as http:
