@@ -137,6 +137,7 @@ def download(values, folder, reply):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_download_fetches_the_files_that_workers_read_and_then_writes_the_mark(tmp_path):
     own = Path(resolve_model("demo", "draft"))
     files = {path.name: path.read_bytes() for path in own.iterdir() if path.is_file()}

@@ -212,6 +212,7 @@ async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 async def test_reaper_frees_the_caches_of_a_dead_owner(pair, redis, monkeypatch):
     one, other = pair
     renew, thaw = one.store.renew, asyncio.Event()

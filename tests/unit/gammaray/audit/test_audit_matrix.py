@@ -25,8 +25,9 @@ async def results(url, names, seed=1):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, pytest.param(1001, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seed", [1, 1001])
 async def test_honest_server_passes_in_every_way(seed):
     async with listening(tiny_server()) as url, Proxy(url, []).running() as proxied:
         found = await results(proxied, ALL, seed)

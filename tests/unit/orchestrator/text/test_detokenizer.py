@@ -273,6 +273,7 @@ print((peak - before) / 2**20)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("pattern", ["/x/ ", "🙂"])
 def test_tokenising_takes_bounded_memory(pattern):
     assert float(run_code(PROBE, pattern).stdout) < MAX_BYTES_PER_BYTE

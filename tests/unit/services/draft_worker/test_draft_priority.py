@@ -27,6 +27,7 @@ print(can_use_idle_priority(), os.sched_getscheduler(0) == os.SCHED_OTHER)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_idle_priority_is_not_used_if_it_cannot_be_reverted():
     """An ordinary user: the thread would keep idle priority for good."""
     assert run_code(UNPRIVILEGED).stdout.split() == ["False", "True"]

@@ -88,6 +88,7 @@ versions.close()
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to serve as another user")
 def test_root_withdraws_for_a_worker_of_another_user(monkeypatch):
     monkeypatch.setattr("gammaray.cli.commands.train.CONFIRM_WAIT_S", 60)

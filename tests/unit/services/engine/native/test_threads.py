@@ -102,6 +102,7 @@ for pause in (0.0, 0.2):  # the second one is longer than a thread spins
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_as_many_threads_compute_and_are_woken_after_a_pause(tmp_path):
     """In a process without other busy threads."""
     directory = str(tiny_model("llama", tmp_path))
