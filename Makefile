@@ -16,8 +16,9 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # uv takes a tenth of pip's time, but does not read pip's settings, such as an index of one's own: if it fails, pip.
+# It has certificates of its own and refuses those of a company's proxy, which the system's may have.
 # $(1): the environment's programs, $(2): the constraints, $(3): what to install, $(4): further options of uv.
-packages = $(1)/uv pip install -q $(4) --python $(1)/python -c $(2) $(3) \
+packages = $(1)/uv pip install -q --system-certs $(4) --python $(1)/python -c $(2) $(3) \
 	  || $(1)/pip install -q --disable-pip-version-check -c $(2) $(3)
 
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA. uv compiles its modules, too.
