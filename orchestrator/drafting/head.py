@@ -24,9 +24,6 @@ class TargetHead:
     async def propose(self, session: Session, shape: Shape) -> DraftHere:
         return DraftHere(shape)
 
-    def follow(self, session: Session, shape: Shape) -> None:
-        """Do nothing: it drafts ahead after each verification."""
-
     def prefer(self, session: Session, address: str) -> None:
         """Do nothing: the target worker is the verifier's choice."""
 

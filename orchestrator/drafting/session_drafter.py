@@ -19,9 +19,6 @@ from orchestrator.drafting.head import TargetHead
 from orchestrator.drafting.matches import TextDrafter, to_proposal
 from orchestrator.workers.drafter import Readiness, RemoteDrafter
 
-FOLLOWED = 4
-"""Cycles with matches, since the model proposed, in which its worker goes on drafting ahead."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +52,6 @@ class SessionDrafter:
         self._has_prediction = any(text.kind is DrafterKind.PREDICTION for text in texts)
         self._matches: list[Match] = []
         self._position = -1
-        self._num_matched = FOLLOWED  # cycles with a match since the model proposed
 
     def candidates(self, session: Session) -> Candidates:
         """Return what could be proposed now; what a fixed gamma would not use is left out."""
@@ -98,7 +94,6 @@ class SessionDrafter:
         token, so all verification methods stay exact.
         """
         if self._remote is not None and shape.drafter.is_model:
-            self._num_matched = 0
             try:
                 draft = await self._remote.propose(session, shape)
                 if self._grammar is None or isinstance(draft, DraftHere):
@@ -108,9 +103,6 @@ class SessionDrafter:
                 _log.debug("session %s continues without its draft model: %s", session.session_id, error)
             match = max(self.matches(session), key=lambda match: match.length, default=None)
             return replace(_proposal(match, session, shape), is_fallback=True)
-        if self._remote is not None and self._num_matched < FOLLOWED:
-            self._num_matched += 1
-            self._remote.follow(session, shape)
         matches = (match for match in self.matches(session) if match.kind is shape.drafter)
         return _proposal(next(matches, None), session, shape)
 

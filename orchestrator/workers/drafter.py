@@ -123,19 +123,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             raise
         if proposal is None:
             return None
-        self._notify(session, link, shape)
-        return replace(proposal, worker=link.address, is_prepared=True)
-
-    def follow(self, session: Session, shape: Shape) -> None:
-        """Let the worker draft ahead in a cycle for which another drafter proposes."""
-        link = self._link
-        if link is not None and self.prepare(session) is Readiness.READY:
-            asked = self._expect(session, link, shape)
-            if asked.depth > 0:
-                self._notify(session, link, asked)
-
-    def _notify(self, session: Session, link: _DraftLink, shape: Shape) -> None:
-        """Tell the worker the committed tokens, and that nobody waits for the proposal after them."""
         block = _block(shape)
         block.is_notice = True
         self._fill(session, block)
@@ -144,6 +131,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         if session.calls is not None:
             session.calls(link.role, link.address).notified(block)
         link.tell(block)
+        return replace(proposal, worker=link.address, is_prepared=True)
 
     def _attach(self, session: Session, link: _DraftLink) -> None:
         if link is not self._link:

@@ -9,11 +9,10 @@ from gammaray.types import GammaPolicy, Proposal, SparseDistribution
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import MAX_SUPPORT, proposal_from_proto, proposal_to_proto
-from orchestrator import service
 from orchestrator.workers.proposal_cache import MAX_KEPT, MAX_KEPT_BYTES, MAX_SEEN, ProposalCache
 from services.speculation.predictions import DRAFT_TOP_K
 from tests.support.workers.resume_helpers import request_of
-from tests.support.workers.scripted_workers import ScriptedWorker, judge, next_token, scripted
+from tests.support.workers.scripted_workers import ScriptedWorker, judge, scripted
 from tests.support.workers.service_helpers import complete, tokens_of
 from tests.support.workers.service_helpers import running as orchestrating
 
@@ -212,34 +211,6 @@ async def test_prepared_proposals_are_taken_and_change_no_token(redis_server, pu
     assert summary.fallback_cycles == 0
     # Of a proposal that was taken the worker is told, to go on.
     assert sum(block.is_notice for block in pusher.blocks) >= summary.model_cycles - 2 > 3
-
-
-@pytest.mark.integration
-async def test_worker_prepares_in_cycles_of_matches_for_the_model_to_go_on(redis_server, pusher, monkeypatch):
-    def every_length(block, tokens, outcome):
-        following, prepared = [], []
-        for _ in range(GAMMA + 1):
-            following.append(next_token([*tokens, *following]))
-            chain = pusher.guess([*tokens, *following], GAMMA)
-            prepared.append(ahead(block, list(following), pb.Proposal(token_ids=chain)))
-        return prepared
-
-    pusher.push = every_length
-    async with scripted("target", **DEMO) as target:
-        plain, _ = await tokens_and_summary(redis_server, target, [], 0)
-        wrong = [token if number % 8 else token + 1 for number, token in enumerate(plain)]
-
-        async def predicted(request, tokenizer):
-            return tuple(wrong)
-
-        monkeypatch.setattr(service, "prediction_ids", predicted)
-        target.delay_s = 0.1
-        tokens, summary = await tokens_and_summary(redis_server, target, [pusher], GAMMA)
-    assert tokens == plain
-    assert summary.prediction_cycles > 1
-    assert summary.model_cycles > 1
-    asked = [block.base_position for block in pusher.blocks if not block.is_notice]
-    assert len(asked) == 1, "what the model proposes later was prepared in the cycle before, whoever proposed"
 
 
 @pytest.mark.integration

@@ -13,7 +13,7 @@ from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.types import Candidates, Match
 from orchestrator.drafting.head import TargetHead
-from orchestrator.drafting.session_drafter import FOLLOWED, DrafterChoice, SessionDrafter
+from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
 from orchestrator.workers.drafter import Readiness
 from tests.support.control_simulation import Lone, World, make_cycle
 from tests.support.cycle_helpers import make_session
@@ -37,13 +37,10 @@ class Worker:
     address, kind = "a:1", MODEL
 
     def __init__(self, readiness):
-        self.readiness, self.followed = readiness, []
+        self.readiness = readiness
 
     def prepare(self, session):
         return self.readiness
-
-    def follow(self, session, shape):
-        self.followed.append(shape)
 
     async def propose(self, session, shape):
         raise UnavailableError("it has gone")
@@ -193,19 +190,6 @@ async def test_failed_draft_worker_is_replaced_by_the_longest_match_of_the_same_
     assert (proposal.drafter, proposal.is_fallback) == (SUFFIX, True)
     nothing = SessionDrafter(Worker(Readiness.READY), [], TEXT_DEPTH)
     assert (await nothing.propose(session, Shape(3))) == Proposal()
-
-
-async def test_draft_worker_follows_some_matches_after_a_proposal_of_the_model():
-    session, worker, by_match = make_session(), Worker(Readiness.READY), Shape(2, drafter=SUFFIX)
-    drafter = SessionDrafter(worker, [Finds()], TEXT_DEPTH)
-    await drafter.propose(session, by_match)
-    assert worker.followed == [], "the model has not proposed"
-    for _ in range(2):
-        worker.followed.clear()
-        await drafter.propose(session, Shape(3))
-        for _ in range(FOLLOWED + 2):
-            await drafter.propose(session, by_match)
-        assert worker.followed == [by_match] * FOLLOWED
 
 
 @pytest.mark.parametrize("kind", [PREDICTION, SUFFIX])
