@@ -4,11 +4,11 @@ import os
 import sys
 
 HIDES_TORCH = "ORCHESTRATOR_HIDES_TORCH"
-"""Variable of the environment of a process that uses this package without torch, even where torch is installed."""
+"""Variable of the environment of a process that uses this package without torch."""
 
 
 def hide_torch() -> None:
-    """Let no import find torch from now on: `transformers` would import it, which takes seconds and 130 MB."""
+    """Let no import find torch from now on: `transformers` would import it, in seconds and 130 MB."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advise to install torch
 

@@ -96,7 +96,8 @@ def build(
     configure = serve.deployment(
         name=APPLICATIONS["orchestrator"].deployment,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {HIDES_TORCH: "1"}}},  # mostly I/O-bound
+        # Mostly I/O-bound, and without a use for torch.
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {HIDES_TORCH: "1"}}},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=5,
