@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gammaray.blocks import Verdict
@@ -15,9 +14,6 @@ from gammaray.errors import GammarayError
 from gammaray.telemetry import names as t
 from gammaray.types import Proposal
 from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, Task, VerifyTask
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
@@ -28,26 +24,20 @@ def sampled_parent(traceparent: str) -> str:
     return traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
 
 
-class BlockTracer:
-    """Creates the spans of blocks."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-
-    def answered(self, task: Task, reply: Reply) -> None:
-        """Record that a block of a sampled session was answered now."""
-        end_ns, took_s = time.time_ns(), time.monotonic() - task.arrived
-        span = self._tracer.start_span(
-            t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
-            context=_PROPAGATOR.extract({"traceparent": task.traceparent}, Context()),
-            kind=SpanKind.CONSUMER if task.is_notice else SpanKind.SERVER,
-            attributes=_values(task, reply),
-            start_time=end_ns - round(took_s * 1e9),
-        )
-        if isinstance(reply.outcome, GammarayError):
-            span.set_attribute(t.ERROR_TYPE, type(reply.outcome).__name__)
-            span.set_status(Status(StatusCode.ERROR))
-        span.end(end_ns)
+def record_answer(tracer: Tracer, task: Task, reply: Reply) -> None:
+    """Record the span of a block of a sampled session that was answered now."""
+    end_ns, took_s = time.time_ns(), time.monotonic() - task.arrived
+    span = tracer.start_span(
+        t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
+        context=_PROPAGATOR.extract({"traceparent": task.traceparent}, Context()),
+        kind=SpanKind.CONSUMER if task.is_notice else SpanKind.SERVER,
+        attributes=_values(task, reply),
+        start_time=end_ns - round(took_s * 1e9),
+    )
+    if isinstance(reply.outcome, GammarayError):
+        span.set_attribute(t.ERROR_TYPE, type(reply.outcome).__name__)
+        span.set_status(Status(StatusCode.ERROR))
+    span.end(end_ns)
 
 
 def _values(task: Task, reply: Reply) -> dict[str, str | bool | int | float]:

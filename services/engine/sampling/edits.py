@@ -85,14 +85,8 @@ class LogitEdits:
     @staticmethod
     def needed(params: SamplingParams) -> bool:
         """Return whether logits depend on masks, bias or preceding tokens."""
-        return bool(
-            params.grammar
-            or params.allowed_token_ids
-            or params.banned_token_ids
-            or params.min_tokens
-            or params.logit_bias
-            or _has_penalties(params)
-        )
+        has_lists = params.allowed_token_ids or params.banned_token_ids or params.logit_bias
+        return bool(has_lists) or counts_tokens(params)
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Update to the committed tokens, prompt included; tokens seen before are not read again.
@@ -367,6 +361,11 @@ def _places(
     inside = places < len(token_ids)
     is_new[inside] = token_ids[places[inside]] != distinct[inside]
     return places, is_new
+
+
+def counts_tokens(params: SamplingParams) -> bool:
+    """Whether the processed distribution depends on the preceding tokens."""
+    return bool(params.grammar or params.min_tokens) or _has_penalties(params)
 
 
 def _has_penalties(params: SamplingParams) -> bool:
