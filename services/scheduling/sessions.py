@@ -12,6 +12,7 @@ import torch
 from gammaray.errors import FailedPreconditionError, GammarayError, InvalidArgumentError
 from gammaray.grammar.matcher import GrammarState
 from gammaray.types import SamplingParams
+from services.engine.core.session_cache import common_prefix
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import NeedTokens, SessionSpec, Task
@@ -100,11 +101,7 @@ class SessionCopy:
 
     def merge(self, start: int, context: list[int]) -> None:
         """Make `tokens` end with `context` at `start`, keeping tokens that agree and dropping the rest."""
-        same = 0
-        for ours, theirs in zip(self.tokens[start : start + len(context)], context, strict=False):
-            if ours != theirs:
-                break
-            same += 1
+        same = common_prefix(self.tokens[start : start + len(context)], context)
         self.changed_from = start + same
         self.truncate(start + same)
         self.tokens += context[same:]
