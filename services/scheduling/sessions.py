@@ -180,11 +180,6 @@ class SessionTable:
         """Return a session; None for an unknown one."""
         return self._sessions.get(session_id)
 
-    def epoch(self, session_id: str) -> int:
-        """Return the newest epoch seen for a session, 0 for an unknown one."""
-        session = self._sessions.get(session_id)
-        return session.epoch if session is not None else 0
-
     def drop(self, session_id: str) -> None:
         """Forget a session; an unknown one is ignored."""
         self._with_noise.pop(session_id, None)
