@@ -79,10 +79,9 @@ def verify(
     if method is VerificationMethod.BLOCK:
         return _verify_block(log_probs, proposal, noise, base_position)
     draw = noise.gumbel if method is VerificationMethod.COUPLED else noise.independent_gumbel
-    depths = row_depths(proposal)
-    rows = draw(base_position, max(depths) + 1)
+    rows = draw(base_position, proposal.depth + 1)
     if proposal.parents is not None:
-        rows = rows[torch.tensor(depths, device=rows.device)]
+        rows = rows[torch.tensor(row_depths(proposal), device=rows.device)]
     return walk(best_tokens(log_probs + rows), proposal)
 
 
