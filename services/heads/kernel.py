@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from services.engine.core.batch import Batch, Taps
 from services.engine.core.kv_cache import CacheShape
 from services.engine.core.quantised import QuantisedMatrix, quantised_matrices
-from services.engine.native.bindings import BatchArguments, LayerWeights, ModelWeights
+from services.engine.native.bindings import LayerWeights, ModelWeights
 from services.engine.native.library import kernel_threads, load_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import MAX_HEAD_DIM, NativeModel, Packer, check_layout
@@ -68,7 +68,7 @@ class HeadKernelRunner(NativeRunner):
         return self.head.fuse(states.float(), self._fc)
 
     def forward(self, batch: Batch) -> Tensor:
-        self._features = self._states.features(batch)  # the kernel reads them
+        self._features = self._states.features(batch)
         states = self._tap_state(batch)
         logits = super().forward(batch)
         self._states.keep(batch, states)
@@ -82,9 +82,6 @@ class HeadKernelRunner(NativeRunner):
         result = super().chain(batch, noise, scale, stop, target_ids)
         self._states.keep(batch, states)
         return result
-
-    def _begin(self, batch: Batch, arguments: BatchArguments) -> None:
-        arguments.feature = self._features.data_ptr()
 
     def _tap_state(self, batch: Batch) -> Tensor:
         """Let the next forward record the last state of each row; return them, [rows, hidden_size]."""

@@ -64,7 +64,6 @@ def head_engine(
     *,
     name: str,
     max_context: int,
-    budget_bytes: int = HEAD_CACHE_BYTES,
     weights: str = "auto",
     uses_kernel: bool = True,
 ) -> Engine:
@@ -72,7 +71,6 @@ def head_engine(
 
     Args:
         target_ids: The target's token of each row of its output; None: row i is token i.
-        budget_bytes: Upper bound of the caches of all sessions.
         weights: "auto" or "int8", which needs the compiled kernel.
         uses_kernel: Whether to use the compiled kernel where it covers the head.
     """
@@ -84,7 +82,7 @@ def head_engine(
     engine = Engine(
         runner,
         runner.cache_shape,
-        budget_bytes,
+        HEAD_CACHE_BYTES,
         model_name=name,
         vocab_size=head.config.layer.vocab_size,
         max_context=max_context,

@@ -240,7 +240,8 @@ class BlockQueue(Generic[TaskT, WorkT]):
 
     def _newest_epoch(self, session_id: str) -> int:
         waiting = max((task.epoch for task in self.waiting.get(session_id, ())), default=0)
-        return max(waiting, self.sessions.epoch(session_id))
+        session = self.sessions.find(session_id)
+        return waiting if session is None else max(waiting, session.epoch)
 
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and drop every session."""

@@ -83,11 +83,6 @@ class Task:
     is_ahead: bool = False  # whether the block was answered, and what follows is decoded ahead
 
     @property
-    def reads_anew(self) -> bool:
-        """Whether all committed tokens must be fed because their logits are needed, cached or not."""
-        return False
-
-    @property
     def num_ids(self) -> int:
         """Number of token ids in the task."""
         return len(self.context) + (0 if self.spec is None else self.spec.num_ids)
@@ -121,6 +116,7 @@ class VerifyTask(Task):
 
     @property
     def reads_anew(self) -> bool:
+        """Whether all committed tokens must be fed because their logits are needed, cached or not."""
         return self.num_prompt_logprobs is not None
 
 

@@ -244,7 +244,7 @@ class Speculation:
                 self._engine.truncate(self.session.session_id, fed.position)
                 break
         for fed in nodes:
-            self._note_fed([fed])
+            self.tree.fed([fed])
 
     def open(self, nodes: Sequence[Node], logits: Tensor) -> None:
         """Apply the logits of nodes just fed; the root is allowed only on its own.
@@ -254,11 +254,11 @@ class Speculation:
             logits: [nodes, vocab_size]; of a parallel draft those after the node and after each of its masks.
         """
         if not self.is_parallel:
-            self._note_fed(nodes)
+            self.tree.fed(nodes)
             self._predict_after(nodes, logits)
             return
         (node,) = nodes
-        self._note_fed(nodes if node is self.tree.root else self._unfed(node))
+        self.tree.fed(nodes if node is self.tree.root else self._unfed(node))
         self._engine.truncate(self.session.session_id, self.tree.chain_length, len(self.tree.off_chain))
         node.prediction, *node.block = self._block(node, logits)
 
@@ -273,12 +273,6 @@ class Speculation:
             predictions += self._predictor.predict(row[None], [position], lambda: [path])
             path.append(predictions[-1].choose(node.position + 1))  # the draft's own choices count, too
         return predictions
-
-    def _note_fed(self, nodes: Sequence[Node]) -> None:
-        if nodes[0] is self.tree.root:
-            self.tree.root_fed()
-        else:
-            self.tree.fed(nodes)
 
     def _predict_after(self, nodes: Sequence[Node], logits: Tensor) -> None:
         positions = [node.position + 1 for node in nodes]

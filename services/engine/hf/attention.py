@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,8 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_ro
 LayerCall = Callable[[nn.Module, "LayerInput", dict[str, Any]], Tensor]
 
 
-class _Active(threading.local):
-    """The handler of this thread's forward; engines in other threads have their own."""
-
-    handler: LayerCall | None = None
-
-
-active = _Active()
+active: ContextVar[LayerCall | None] = ContextVar("active", default=None)
+"""The handler of this thread's forward; engines in other threads have their own."""
 
 
 def unknown_arguments(arguments: dict[str, Any]) -> list[str]:
@@ -55,14 +50,15 @@ def _attention_forward(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """transformers' calling convention: [1, heads, rows, dim] in, [1, rows, heads, dim] out."""
-    if active.handler is None:
+    handler = active.get()
+    if handler is None:
         raise RuntimeError("a model with gammaray's attention runs only inside its engine")
     if attention_mask is not None:
         arguments["attention_mask"] = attention_mask
     if dropout:
         arguments["dropout"] = dropout
     inputs = LayerInput(query, key, value, scaling, sliding_window, softcap, s_aux)
-    return active.handler(module, inputs, arguments), None
+    return handler(module, inputs, arguments), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
