@@ -164,11 +164,6 @@ class GrammarState:
         """Whether the tokens contain an end of sequence."""
         return self._num_tokens > len(self._read)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the tokens so far are a text of the grammar."""
-        return bool(self._current().is_accepting())
-
     def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
         """Return the possible tokens after each path that follows the tokens so far.
 
