@@ -17,6 +17,8 @@ from gammaray.grammar.syntax import check_syntax
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+_COMPILABLE = "a grammar that llguidance can compile"
+
 TOO_COMPLEX = b""
 """In place of the mask after a path, if the limits do not allow to compute it."""
 
@@ -68,7 +70,7 @@ class GrammarCompiler:
             # As far as a forced special token, whose bytes are not its text.
             matcher.try_consume_tokens(self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes()))
             matcher.compute_bitmask()
-        _check(matcher)
+        _check(matcher, _COMPILABLE)
 
     def begin(self, grammar: str, end_token_ids: Iterable[int] | None = None) -> GrammarState:
         """Compile a grammar, and return its state before the first token.
@@ -83,7 +85,7 @@ class GrammarCompiler:
             InvalidArgumentError: The grammar is wrong, unsupported or too complex.
         """
         matcher = self._compile(grammar)
-        _check(matcher)
+        _check(matcher, _COMPILABLE)
         ends = self._eos if end_token_ids is None else frozenset(end_token_ids)
         return GrammarState(matcher, lambda: self._compile(grammar), self._vocab_size, ends, self._eos)
 
@@ -232,7 +234,7 @@ class GrammarState:
             return 0
         copy = self._renewed().deep_copy()
         taken = _read(copy, token_ids[: self._end_of(token_ids)])
-        self._check(copy)
+        _check(copy)
         ends = taken < len(token_ids) and token_ids[taken] in self._eos and copy.is_accepting()
         return taken + ends
 
@@ -243,7 +245,7 @@ class GrammarState:
         copy = self._renewed().deep_copy()
         taken = _read(copy, token_ids[: self._end_of(token_ids)])
         found = _forced(copy, limit) if taken == len(token_ids) else []
-        self._check(copy)
+        _check(copy)
         return found
 
     def _mask(self) -> bytes:
@@ -251,7 +253,7 @@ class GrammarState:
         if self._current().is_error() and not self._is_careful:
             self._begin_again()
             mask = self._current().compute_bitmask()
-        self._check(self._current())
+        _check(self._current())
         return mask
 
     def _mask_of(self, copy: LLMatcher) -> bytes:
@@ -318,7 +320,7 @@ class GrammarState:
     def _renewed(self) -> LLMatcher:
         """Return the matcher after the tokens so far with the limits of a step, which tokens spend."""
         self._current().compute_bitmask()
-        self._check(self._current())
+        _check(self._current())
         return self._current()
 
     def _exceeds(self, matcher: LLMatcher) -> bool:
@@ -338,11 +340,6 @@ class GrammarState:
         ends = token_id in self._eos or token_id in self._matcher_eos
         return ends or not 0 <= token_id < self._vocab_size
 
-    def _check(self, matcher: LLMatcher) -> None:
-        # An error stays, and the mask would then be the end of sequence alone.
-        if matcher.is_error():
-            raise InvalidArgumentError("grammar", _reason(matcher), "a grammar of less complexity")
-
 
 def _read(matcher: LLMatcher, token_ids: Sequence[int]) -> int:
     """Let a matcher read tokens up to an impossible one; return how many."""
@@ -359,9 +356,10 @@ def _is_error_its_own(matcher: LLMatcher) -> bool:
     return " items" in matcher.get_error()
 
 
-def _check(matcher: LLMatcher) -> None:
+def _check(matcher: LLMatcher, allowed: str = "a grammar of less complexity") -> None:
+    # An error stays, and the mask would then be the end of sequence alone.
     if matcher.is_error():
-        raise InvalidArgumentError("grammar", _reason(matcher), "a grammar that llguidance can compile")
+        raise InvalidArgumentError("grammar", _reason(matcher), allowed)
 
 
 def _check_rolls_back(matcher: LLMatcher, mask: bytes, eos_token_ids: frozenset[int]) -> None:
