@@ -219,14 +219,21 @@ class GrammarState:
                         masks[index] = None
         return masks
 
-    def forced(self, limit: int) -> list[int]:
+    def forced(self, limit: int, after: Sequence[int] = ()) -> list[int]:
         """Return the next tokens as far as the grammar leaves no choice, at most `limit`.
 
-        This and what follows is for drafting: an error of the matcher, InvalidArgumentError, stays.
+        With `after`, those after further tokens; none where these are impossible or end the text. This and
+        what follows is for drafting: an error of the matcher, InvalidArgumentError, stays.
         """
         if self.is_ended:
             return []
-        return _forced(self._renewed(), limit)
+        matcher, taken = self._renewed(), 0
+        if after:
+            matcher = matcher.deep_copy()
+            taken = _read(matcher, after[: self._end_of(after)])
+        found: list[int] = matcher.compute_ff_tokens()[:limit] if taken == len(after) else []
+        _check(matcher)
+        return found
 
     def count_possible(self, token_ids: Sequence[int]) -> int:
         """Return how many leading tokens the grammar allows, one end of sequence included."""
@@ -237,16 +244,6 @@ class GrammarState:
         _check(copy)
         ends = taken < len(token_ids) and token_ids[taken] in self._eos and copy.is_accepting()
         return taken + ends
-
-    def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
-        """Return `forced` after further tokens, which must be possible; none after an end of sequence."""
-        if self.is_ended:
-            return []
-        copy = self._renewed().deep_copy()
-        taken = _read(copy, token_ids[: self._end_of(token_ids)])
-        found = _forced(copy, limit) if taken == len(token_ids) else []
-        _check(copy)
-        return found
 
     def _mask(self) -> bytes:
         mask: bytes = self._current().compute_bitmask()
@@ -344,11 +341,6 @@ class GrammarState:
 def _read(matcher: LLMatcher, token_ids: Sequence[int]) -> int:
     """Let a matcher read tokens up to an impossible one; return how many."""
     return int(matcher.try_consume_tokens(list(token_ids)))
-
-
-def _forced(matcher: LLMatcher, limit: int) -> list[int]:
-    """Return the next tokens as far as there is no choice."""
-    return list(matcher.compute_ff_tokens()[:limit])
 
 
 def _is_error_its_own(matcher: LLMatcher) -> bool:

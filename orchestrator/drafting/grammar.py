@@ -49,7 +49,7 @@ class GrammarDrafter:
             possible = match.token_ids[: state.count_possible(match.token_ids)]
             if not possible:
                 return None
-            forced = tuple(state.forced_after(possible, depth - len(possible)))
+            forced = tuple(state.forced(depth - len(possible), possible))
         except InvalidArgumentError as error:
             self._end(session, error)
             return match

@@ -138,7 +138,7 @@ def test_forced_tokens_have_no_alternative():
     assert "".join(TOKENS[token_id] for token_id in state.forced(9)) == "abc"
     assert state.forced(0) == []
     # 7 is the token of "abc".
-    assert state.forced_after([7], 9) == []
+    assert state.forced(9, [7]) == []
     state.extend([7])
     assert state.count_possible([EOS[0]]) == 1
 
@@ -173,7 +173,7 @@ def test_id_that_is_no_token_or_does_not_follow_is_impossible_and_changes_nothin
     for wrong in (-1, len(TOKENS) + 3, 2**31, 2**32, 2**70):
         assert state.masks([(4, wrong), (wrong,), (), (wrong, 0)]) == [None, None, before[0], None]
         assert state.count_possible([4, wrong, 6]) == 1
-        assert state.forced_after([wrong], 9) == []
+        assert state.forced(9, [wrong]) == []
         with pytest.raises(InvalidArgumentError, match=f"^grammar: got token {wrong} at 2 of the completion"):
             state.extend([4, wrong])
         assert (len(state), state.masks([()])) == (1, before)
