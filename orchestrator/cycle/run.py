@@ -124,9 +124,10 @@ def _emitted(
     session: Session, proposal: Proposal, verdict: Verdict
 ) -> tuple[tuple[int, ...], tuple[TokenOrigin, ...]]:
     """Return the emitted tokens and their origins, after checking the verdict against the proposal."""
+    parents = proposal.parents or range(-1, len(proposal) - 1)  # those of a chain
     parent = -1
     for node in verdict.accepted_path:
-        if not 0 <= node < len(proposal) or _parent(proposal, node) != parent:
+        if not 0 <= node < len(proposal) or parents[node] != parent:
             raise InternalError(
                 f"session {session.session_id}: {verdict.accepted_path} is no path of the proposal"
             )
@@ -140,7 +141,3 @@ def _emitted(
     accepted = tuple(proposal.token_ids[node] for node in verdict.accepted_path)
     own = verdict.next_origin, *(TokenOrigin.BONUS for _ in further)
     return (*accepted, verdict.next_token_id, *further), (*(TokenOrigin.ACCEPTED for _ in accepted), *own)
-
-
-def _parent(proposal: Proposal, node: int) -> int:
-    return node - 1 if proposal.parents is None else proposal.parents[node]

@@ -256,8 +256,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             return None
         if (arrival := ahead.arrival()) is not None:
             await link.wait(arrival, session.left_s(self._timeout_s))
-        vocab_size = link.info.vocab_size if link.info is not None else 0
-        verdict = ahead.take(vocab_size, has_logprobs=session.num_top_logprobs is not None)
+        has_logprobs = session.num_top_logprobs is not None
+        verdict = ahead.take(info_of(link).vocab_size, has_logprobs=has_logprobs)
         if verdict is None and ahead.error is not None:
             error = ahead.error
             ahead.expect(NOTHING, 0)
@@ -344,9 +344,9 @@ def _verdict(
     path: tuple[int, ...] | None,
 ) -> Verdict:
     """Return the verdict of a result, on the nodes of the whole draft, after validating it."""
-    vocab_size = link.info.vocab_size if link.info is not None else 0
+    has_logprobs = session.num_top_logprobs is not None
     try:
-        verdict = verdict_from_proto(result, vocab_size, has_logprobs=session.num_top_logprobs is not None)
+        verdict = verdict_from_proto(result, info_of(link).vocab_size, has_logprobs=has_logprobs)
     except InternalError as error:
         raise InternalError(f"target worker at {link.address}: {error}") from None
     verified = verdict.drafted or EMPTY if isinstance(sent, DraftHere) else sent
@@ -361,10 +361,7 @@ def _verdict(
 
 def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verdict) -> PromptLogprobs:
     found = prompt_logprobs_from_proto(verdict.prompt_logprobs, session.prompt)
-    vocab_size = link.info.vocab_size if link.info is not None else 0
-    if (
-        found.num_top > (session.num_prompt_logprobs or 0)
-        or max(found.top_token_ids, default=0) >= vocab_size
-    ):
+    is_known = max(found.top_token_ids, default=0) < info_of(link).vocab_size
+    if found.num_top > (session.num_prompt_logprobs or 0) or not is_known:
         raise InternalError(f"the target worker at {link.address} sent invalid log-probabilities")
     return found

@@ -138,9 +138,9 @@ def test_forced_tokens_have_no_alternative():
     assert "".join(TOKENS[token_id] for token_id in state.forced(9)) == "abc"
     assert state.forced(0) == []
     # 7 is the token of "abc".
-    assert state.forced_after([7], 9) == []
+    assert state.forced(9, [7]) == []
     state.extend([7])
-    assert state.is_complete
+    assert state.count_possible([EOS[0]]) == 1
 
 
 def test_possible_part_of_a_draft_ends_with_an_end_of_sequence():
@@ -163,7 +163,7 @@ def test_every_end_of_sequence_ends_the_text():
         assert state.count_possible([4]) == 0
         state.truncate(1)
         assert not state.is_ended
-        assert state.is_complete
+        assert state.count_possible([eos]) == 1
 
 
 def test_id_that_is_no_token_or_does_not_follow_is_impossible_and_changes_nothing():
@@ -173,7 +173,7 @@ def test_id_that_is_no_token_or_does_not_follow_is_impossible_and_changes_nothin
     for wrong in (-1, len(TOKENS) + 3, 2**31, 2**32, 2**70):
         assert state.masks([(4, wrong), (wrong,), (), (wrong, 0)]) == [None, None, before[0], None]
         assert state.count_possible([4, wrong, 6]) == 1
-        assert state.forced_after([wrong], 9) == []
+        assert state.forced(9, [wrong]) == []
         with pytest.raises(InvalidArgumentError, match=f"^grammar: got token {wrong} at 2 of the completion"):
             state.extend([4, wrong])
         assert (len(state), state.masks([()])) == (1, before)
@@ -188,7 +188,7 @@ def test_special_token_is_impossible_where_its_text_is_possible(grammar):
     tokens = ("<eos>", '"', "a", "<", ">", "|", "<|user|>")
     state = GrammarCompiler(small_tokenizer(tokens, (0, 6)), len(tokens), [0]).begin(grammar)
     state.extend([1, 2])
-    ends = [0] if state.is_complete else []
+    ends = [0] if state.count_possible([0]) else []
     assert ids_of(state.masks([()])[0]) == [*ends, 1, 2, 3, 4, 5]
     assert state.masks([(6,)]) == [None]
     assert state.count_possible([3, 6]) == 1

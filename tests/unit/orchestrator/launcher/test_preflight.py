@@ -12,7 +12,7 @@ from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key
 from orchestrator.access.caller import Authenticator, make_authenticator
-from orchestrator.launcher.options import parse_options
+from orchestrator.launcher.cluster import parse_options
 from orchestrator.launcher.preflight import (
     check_drafting_head,
     check_host,
@@ -219,11 +219,11 @@ def test_gguf_file_is_refused_by_its_setting_with_the_command_that_converts_it(t
 def test_target_without_a_draft_has_no_draft_workers_and_a_note(monkeypatch):
     own = [("--target x", 0), ("--target x --draft y", 1), ("--target x --draft-workers 2", 2)]
     for line, count in (*own, ("--target demo", 1), ("", 1)):
-        assert parse_options(line.split()).cluster.draft_workers == PoolSize(count), line
+        assert parse_options(line.split())[0].draft_workers == PoolSize(count), line
     monkeypatch.setenv("GAMMARAY_TARGET", "x")
-    assert parse_options([]).cluster.draft_workers == PoolSize(0)
+    assert parse_options([])[0].draft_workers == PoolSize(0)
     monkeypatch.setenv("GAMMARAY_DRAFT", "y")
-    assert parse_options([]).cluster.draft_workers == PoolSize(1)
+    assert parse_options([])[0].draft_workers == PoolSize(1)
     monkeypatch.delenv("GAMMARAY_DRAFT")
     (note,) = drafting_notes(ClusterSettings(target="x"))
     assert "look-ups in the text" in note
