@@ -369,16 +369,8 @@ def _parsed(arguments: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) and not is_deeper(value, _MAX_DEPTH) else arguments
 
 
-def is_deeper(value: Any, depth: int) -> bool:
-    """Return whether lists and objects are nested deeper than that."""
-    level = [value]
-    for _ in range(depth + 1):
-        level = [
-            entry
-            for holder in level
-            for entry in (holder.values() if isinstance(holder, dict) else holder)
-            if isinstance(entry, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
+def is_deeper(value: dict[str, Any] | list[Any], depth: int) -> bool:
+    """Return whether lists and objects are nested deeper than that in a list or an object."""
+    entries = value.values() if isinstance(value, dict) else value
+    nested = (entry for entry in entries if isinstance(entry, (dict, list)))
+    return depth < 0 or any(is_deeper(entry, depth - 1) for entry in nested)

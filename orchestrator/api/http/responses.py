@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -24,7 +24,7 @@ from orchestrator.api.http import response_types as types
 from orchestrator.api.http.json_text import EncodedList
 from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan, check_num_logprobs, check_size
-from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEvent, PlainText
+from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEvent, PlainText, joined
 from orchestrator.api.http.tools.reading import CallReader
 from orchestrator.text.detokenizer import num_chars
 from orchestrator.text.tokenizer import Tokenizer
@@ -167,10 +167,7 @@ class WholeLogprobs:
 
     def __init__(self, form: LogprobFormat) -> None:
         self._form = form
-        self._fields: dict[str, Any] = {
-            name: EncodedList() if isinstance(value, list) else value
-            for name, value in form.render(()).items()
-        }
+        self._fields = _encoded(form.render(()))
 
     @property
     def num_bytes(self) -> int:
@@ -186,12 +183,15 @@ class WholeLogprobs:
         """Return the JSON object of all tokens, preceded by those of an echoed prompt."""
         if prompt is None:
             return self._fields
-        whole: dict[str, Any] = {}
-        for name, items in self._form.render((), prompt).items():
-            whole[name] = EncodedList(items) if isinstance(items, list) else items
-            if isinstance(items, list):
-                whole[name].extend(self._fields[name])
+        whole = _encoded(self._form.render((), prompt))
+        for name, items in self._fields.items():
+            if isinstance(items, EncodedList):
+                whole[name].extend(items)
         return whole
+
+
+def _encoded(logprobs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: EncodedList(one) if isinstance(one, list) else one for name, one in logprobs.items()}
 
 
 @dataclass
@@ -535,29 +535,19 @@ def _delta(event: CallEvent) -> types.Delta | None:
 
 
 def _message(events: Sequence[CallEvent]) -> types.AssistantMessage:
-    text: list[str] = []
-    begun: list[CallBegun] = []
-    arguments: dict[int, list[str]] = {}
-    for event in events:
+    content = ""
+    calls: list[types.ToolCall] = []
+    for event in joined(events):  # so that a call has its arguments in one piece
         match event:
-            case PlainText(piece):
-                text.append(piece)
-            case CallBegun(index):
-                begun.append(event)
-                arguments[index] = []
-            case ArgumentText(index, piece):
-                arguments[index].append(piece)
-    content = "".join(text)
-    if not begun:
+            case PlainText(text):
+                content += text
+            case CallBegun(_, call_id, name):
+                function: types.CalledFunction = {"name": name, "arguments": ""}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case ArgumentText(index, text):
+                calls[index]["function"]["arguments"] = text
+    if not calls:
         return {"role": "assistant", "content": content, "refusal": None}
-    calls: list[types.ToolCall] = [
-        {
-            "id": call.call_id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": "".join(arguments[call.index])},
-        }
-        for call in begun
-    ]
     return {"role": "assistant", "content": content or None, "refusal": None, "tool_calls": calls}
 
 

@@ -23,6 +23,7 @@ from orchestrator.api.http.tools.parser import (
     CallEnded,
     CallEvent,
     PlainText,
+    joined,
 )
 
 _CALLS = "tool_calls"
@@ -77,7 +78,7 @@ class TemplateParser:
             self._held += char
             # By character: what a failing call leaves is then the same for every split of the text.
             found += self._read(partial(self._parser.feed, char))
-        return _joined(found)
+        return joined(found)
 
     def finish(self) -> list[CallEvent]:
         if self._is_broken:
@@ -91,7 +92,7 @@ class TemplateParser:
             return self._named_call() if is_in_call else self._text(self._held)
         if is_in_call and not self._is_closed():
             return self._cut_call(ended)
-        return _joined(self._read(lambda: ended))
+        return joined(self._read(lambda: ended))
 
     def _is_closed(self) -> bool:
         """Return whether a call ends with the text, where transformers waits for a longer end."""
@@ -185,18 +186,3 @@ def _call(value: Any, names: set[str]) -> tuple[str, str] | None:
         return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except _MALFORMED:
         return None
-
-
-def _joined(events: list[CallEvent]) -> list[CallEvent]:
-    """Return events with neighbouring texts joined."""
-    joined: list[CallEvent] = []
-    texts: list[str] = []
-    for event in events:
-        if isinstance(event, PlainText):
-            texts.append(event.text)
-            continue
-        if texts:
-            joined.append(PlainText("".join(texts)))
-            texts = []
-        joined.append(event)
-    return [*joined, PlainText("".join(texts))] if "".join(texts) else joined
