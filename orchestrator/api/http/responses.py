@@ -344,7 +344,7 @@ class Response(ABC):
         """Add a piece of choice `index` to a whole response; InvalidArgumentError if it gets too large."""
         chunk = self._add(index, chunk)
         self._num_bytes += self.states[index].keep(chunk)
-        check_size([state.plan for state in self.states], self._num_bytes)
+        check_size(self.states[0].plan.request, len(self.states), self._num_bytes)
 
     def _add(self, index: int, chunk: Chunk) -> Chunk:
         state, prompt = self.states[index], chunk.prompt_logprobs
