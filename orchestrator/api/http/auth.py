@@ -43,11 +43,6 @@ class AccessControl:
         await self._app(scope, receive, send)
 
 
-def has_caller(request: Request) -> bool:
-    """Return whether a request to a public path comes from a caller who may use the others."""
-    return getattr(request.state, "caller", None) is not None
-
-
 def caller_of(request: Request) -> Caller:
     """Return the caller of a request that passed `AccessControl`."""
     caller = request.state.caller

@@ -27,7 +27,7 @@ from gammaray.errors import NotFoundError, UnavailableError, renaming
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
-from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessControl, caller_of, has_caller
+from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, TEXT, component, event_schema, route
 from orchestrator.api.http.errors import STATUSES, GuardedRoute, install_handlers
@@ -266,7 +266,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
         if "text/html" in request.headers.get("accept", ""):
             return playground()
         body: Root = {"name": "gammaray", "endpoints": ["/v1", "/health"]}
-        if has_caller(request):
+        if request.state.caller is not None:  # who may use the other paths, too
             body["model"] = backend.model_name
         return JSONResponse(body)
 
