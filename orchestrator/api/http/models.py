@@ -49,7 +49,6 @@ from orchestrator.api.http.fields import (
     StructuredOutputs,
     TextPart,
     answer_part,
-    checked_tools,
     is_token_ids,
     joined,
     null_is_absent,
@@ -59,7 +58,7 @@ from orchestrator.api.http.fields import (
     with_one_unknown,
 )
 from orchestrator.api.http.json_text import decode
-from orchestrator.api.http.tools.calls import ChoiceMode, Tool, ToolChoice
+from orchestrator.api.http.tools.calls import ChoiceMode, ToolChoice
 
 MAX_MESSAGES = 2**14
 """Messages of one chat: rendering this many takes a tenth of a second."""
@@ -407,10 +406,6 @@ class ChatRequest(OpenAIRequest):
             for number, call in enumerate(message.get("tool_calls", ()))
         )
         return messages
-
-    def checked_tools(self) -> list[Tool]:
-        """Return the tools, which must go with each other and with `tool_choice`."""
-        return checked_tools([tool.function for tool in self.tools], self.tool_choice, "tools.{}.function")
 
 
 _Request = TypeVar("_Request", bound=RequestBody)

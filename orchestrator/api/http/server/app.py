@@ -31,6 +31,7 @@ from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessC
 from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, TEXT, component, event_schema, route
 from orchestrator.api.http.errors import STATUSES, GuardedRoute, install_handlers
+from orchestrator.api.http.fields import checked_tools
 from orchestrator.api.http.json_text import INLINE_ENTRIES, encode_pieces
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.api.http.requests import (
@@ -331,7 +332,8 @@ def _plan_completions(backend: Backend, data: bytes) -> tuple[CompletionRequest,
 
 def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoicePlan]]:
     body = parse_body(ChatRequest, data)
-    messages, tools = body.conversation(), body.checked_tools()
+    messages, defined = body.conversation(), [tool.function for tool in body.tools]
+    tools = checked_tools(defined, body.tool_choice, "tools.{}.function")
     calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend.tokenizer)
     prompt = render_messages(messages, backend.tokenizer, calls)
     with renaming(prompt="messages"):
