@@ -107,9 +107,6 @@ class EncodedList:
             yield part
         yield b"]"
 
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
 
 def encode(value: Any) -> bytes:
     """Return a value as JSON, the same bytes as starlette's `JSONResponse`, encoded in many short calls."""

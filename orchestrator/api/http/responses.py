@@ -285,7 +285,7 @@ def reader_of(plan: ChoicePlan, tokenizer: Tokenizer) -> CallReader | None:
     """Return what finds the calls of a choice; None if it has none."""
     if plan.calls is None:
         return None
-    return CallReader(plan.calls, tokenizer.is_special, plan.request.stop, plan.prompt_text)
+    return CallReader(plan.calls, tokenizer, plan.request.stop, plan.prompt_text)
 
 
 class Response(ABC):

@@ -147,10 +147,17 @@ class CallParser:
     def _read(self, text: str) -> None:
         at = 0
         while at < len(text):
-            if self._state is _State.TEXT:
-                at = self._in_text(text, at)
-            else:
-                at += self._takes(text[at])
+            match self._state:
+                case _State.TEXT:
+                    at = self._in_text(text, at)
+                case _State.LEAD:
+                    at += self._lead(text[at])
+                case _State.OBJECT:
+                    at += self._object(text[at])
+                case _State.BROKEN:
+                    at += self._broken(text[at])
+                case _State.AFTER:
+                    at += self._after(text[at])
 
     def finish(self) -> list[CallEvent]:
         """Return what is left at the end of the completion; the beginning of a marker is no text."""
@@ -219,15 +226,7 @@ class CallParser:
         self._state, self._raw = _State.LEAD, list(pending[cut:end])
         return len(text) - (len(pending) - end)
 
-    def _takes(self, char: str) -> bool:
-        """Read the next character; return False if it is to be read again, in another state."""
-        if self._state is _State.LEAD:
-            return self._lead(char)
-        if self._state is _State.OBJECT:
-            return self._object(char)
-        if self._state is _State.BROKEN:
-            return self._broken(char)
-        return self._after(char)
+    # Each of the following reads a character, or returns False if it is to be read again, in another state.
 
     def _lead(self, char: str) -> bool:
         if char == "{" and not self._num_again:
