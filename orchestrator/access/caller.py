@@ -48,15 +48,10 @@ class Caller:
     traceparent: str = ""  # W3C trace context of the request, or empty
     tracestate: str = ""  # W3C `tracestate` of the request, or empty
 
-    @property
-    def prefix(self) -> str:
-        """Prefix of the qualified names of this tenant's sessions only."""
-        return f"{self.tenant}{SEPARATOR}" if self.tenant else ""
-
     def qualify(self, session_id: str) -> str:
         """Return the qualified name of a session of this caller; InvalidArgumentError if it is malformed."""
         check_session_id(session_id)
-        return self.prefix + session_id
+        return f"{self.tenant}{SEPARATOR}{session_id}" if self.tenant else session_id
 
 
 ANONYMOUS = Caller()

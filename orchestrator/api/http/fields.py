@@ -369,7 +369,7 @@ def _parsed(arguments: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) and not is_deeper(value, _MAX_DEPTH) else arguments
 
 
-def is_deeper(value: dict[str, Any] | list[Any], depth: int) -> bool:
+def is_deeper(value: Any, depth: int) -> bool:
     """Return whether lists and objects are nested deeper than that in a list or an object."""
     entries = value.values() if isinstance(value, dict) else value
     nested = (entry for entry in entries if isinstance(entry, (dict, list)))
