@@ -77,11 +77,12 @@ class TemplateParser:
         for position, char in enumerate(text):
             self._held += char
             try:
-                found += self._converted(self._parser.feed(char))
+                events = self._parser.feed(char)
             except _MALFORMED:  # the call that ends here
                 self._is_broken = True
                 found += self._text(self._held + text[position + 1 :])
                 break
+            found += self._converted(events)
         return joined(found)
 
     def finish(self) -> list[CallEvent]:
