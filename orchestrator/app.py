@@ -23,7 +23,7 @@ from gammaray.deploy.serve_config import (
 )
 from gammaray.wire.metadata import APPLICATION
 from orchestrator import HIDES_TORCH
-from orchestrator.access.caller import make_authenticator
+from orchestrator.access.caller import Authenticator
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
 from orchestrator.scaling_policy import IN_FLIGHT
@@ -43,7 +43,7 @@ class OrchestratorDeployment:
     ) -> None:
         log_with_serve()
         self._settings = OrchestratorSettings(**settings)
-        self._authenticator = make_authenticator(self._settings, probe_key_sha256, local_only)
+        self._authenticator = Authenticator(self._settings.key_file, probe_key_sha256, local_only)
         logging.getLogger("ray.serve").addFilter(is_true)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:

@@ -107,9 +107,6 @@ class EncodedList:
             yield part
         yield b"]"
 
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
 
 def encode(value: Any) -> bytes:
     """Return a value as JSON, the same bytes as starlette's `JSONResponse`, encoded in many short calls."""
@@ -135,10 +132,7 @@ def encode_pieces(value: Any) -> Iterator[bytes]:
             yield from encode_pieces(entry)
         yield b"]"
     elif isinstance(value, list):
-        for start in range(0, len(value), _SLICE_ITEMS):
-            yield b"," if start else b"["
-            yield _encode(value[start : start + _SLICE_ITEMS])[1:-1].encode()
-        yield b"]"
+        yield from EncodedList(value).pieces()
     else:
         yield _encode(value).encode()
 

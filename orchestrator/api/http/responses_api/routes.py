@@ -67,8 +67,8 @@ def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         if LOGPROBS in (*query.include, *query.includes):
             allowed = "nothing that is not stored: only the answer to POST has log-probabilities"
             raise InvalidArgumentError("include", LOGPROBS, allowed)
-        record = await ResponseRecords(backend, caller_of(request)).read(response_id)
-        return fastapi.Response(record.text, media_type=JSON)
+        _, stored = await ResponseRecords(backend, caller_of(request)).read(response_id)
+        return fastapi.Response(stored.response, media_type=JSON)
 
     meaning = "The response and its session are deleted."
 

@@ -11,7 +11,7 @@ from gammaray.demo_pair import resolve_model
 from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key
-from orchestrator.access.caller import Authenticator, make_authenticator
+from orchestrator.access.caller import Authenticator
 from orchestrator.launcher.cluster import parse_options
 from orchestrator.launcher.preflight import (
     check_drafting_head,
@@ -182,7 +182,7 @@ def test_arrange_trust_gives_the_launcher_a_key_of_its_own(keys):
     settings = OrchestratorSettings(**trust.orchestrator)
     assert trust.probe_key_sha256 == hash_key(trust.api_key)
     assert trust.api_key not in repr(settings)
-    door = make_authenticator(settings, trust.probe_key_sha256, trust.local_only)
+    door = Authenticator(settings.key_file, trust.probe_key_sha256, trust.local_only)
     caller = door.identify({"authorization": f"Bearer {trust.api_key}"})
     assert caller.tenant == "gammaray-probe"
 
@@ -191,7 +191,7 @@ def test_arrange_trust_without_keys_stays_on_this_machine():
     trust = arrange_trust(ClusterSettings())
     assert trust.api_key is None
     settings = OrchestratorSettings(**trust.orchestrator)
-    door = make_authenticator(settings, trust.probe_key_sha256, trust.local_only)
+    door = Authenticator(settings.key_file, trust.probe_key_sha256, trust.local_only)
     for peer in ("", "ipv4:127.0.0.1:5", "ipv6:[::1]:5", "ipv6:%5B::1%5D:5", "unix:"):
         assert door.identify({}, peer).tenant == ""
     for peer in ("ipv4:10.0.0.1:5", "ipv6:[fe80::1]:5", "ipv4:128.0.0.1:127"):

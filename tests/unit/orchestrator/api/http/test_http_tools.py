@@ -19,7 +19,12 @@ NOW_TOOL = BODY_TOOLS[1]
 
 
 class Backend(ScriptedBackend):
+    """With the tokens of its pieces."""
+
     max_context = 10_000
+
+    def token_bytes(self, token_id):
+        return self._pieces[token_id - 1]
 
 
 def backend(text=TEXT, size=5, **options):
