@@ -79,8 +79,9 @@ class Fleet:
         With `forget` workers drop all its caches, also released ones, which otherwise may serve other
         sessions with the same prefix.
         """
-        for link in (*self.targets.links.values(), *self.drafts.links.values()):
-            link.release(session_id, epoch, forget=forget)
+        for links in (self.targets.links, self.drafts.links):
+            for link in links.values():
+                link.release(session_id, epoch, forget=forget)
 
     def unusable(self) -> list[str]:
         """Return each worker that cannot be used, with its address and the reason."""
