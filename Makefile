@@ -16,15 +16,16 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # uv takes a tenth of pip's time, but does not read pip's settings, such as an index of one's own: if it fails, pip.
-# $(1): the environment's programs, $(2): the constraints, $(3): what to install.
-packages = $(1)/uv pip install -q --compile-bytecode --python $(1)/python -c $(2) $(3) \
+# It has certificates of its own and refuses those of a company's proxy, which the system's may have.
+# $(1): the environment's programs, $(2): the constraints, $(3): what to install, $(4): further options of uv.
+packages = $(1)/uv pip install -q --system-certs $(4) --python $(1)/python -c $(2) $(3) \
 	  || $(1)/pip install -q --disable-pip-version-check -c $(2) $(3)
 
-# torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA.
+# torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA. uv compiles its modules, too.
 $(STAMP): pyproject.toml constraints.txt services/demo_pair/pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt pip setuptools uv torch==2.13.0
-	$(call packages,$(BIN),constraints.txt,-e services/demo_pair -e '.[all$(comma)dev]')
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt pip setuptools uv torch==2.13.0
+	$(call packages,$(BIN),constraints.txt,-e services/demo_pair -e '.[all$(comma)dev]',--compile-bytecode)
 	touch $@
 
 demo: install  ## start a cluster with the demo pair, stream a completion, print the speedup over plain decoding
@@ -72,7 +73,8 @@ test-all: install  ## every test
 	exit $$failed
 
 # vLLM's CPU build and all of gammaray, in an environment of their own: vLLM needs other versions. pip cannot leave
-# out what a package requires, so constraints-vllm.txt lists what vLLM gets, and its versions replace others.
+# out what a package requires, so constraints-vllm.txt lists what vLLM gets, and its versions replace others. Python
+# compiles the few modules that are imported when they are.
 VLLM_CONSTRAINTS = $(VLLM_ENV)/constraints.txt
 vllm: $(VLLM_ENV)/.installed  ## install vLLM's CPU build and gammaray into .venv-vllm, 2.4 GB
 
@@ -81,7 +83,7 @@ $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt $(VL
 	$(PYTHON) -m venv $(VLLM_ENV)
 	awk -F== 'FNR == NR { print; pinned[tolower($$1)]; next } !(tolower($$1) in pinned)' \
 	  constraints-vllm.txt constraints.txt > $(VLLM_CONSTRAINTS)
-	$(VLLM_BIN)/pip install -q --disable-pip-version-check -c $(VLLM_CONSTRAINTS) pip setuptools uv torch==2.13.0
+	$(VLLM_BIN)/pip install -q --disable-pip-version-check --no-compile -c $(VLLM_CONSTRAINTS) pip setuptools uv torch==2.13.0
 	$(call packages,$(VLLM_BIN),$(VLLM_CONSTRAINTS),$(VLLM_SOURCES:%=-e %) -e '.[all]' openai pillow \
 	  httpx hypothesis jsonschema pytest pytest-asyncio pytest-timeout pytest-xdist scipy)
 	$(call packages,$(VLLM_BIN),$(VLLM_CONSTRAINTS),--no-deps -r constraints-vllm.txt)

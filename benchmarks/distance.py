@@ -1,6 +1,6 @@
 """Speed over plain decoding with the draft worker 0 to 30 ms away, one way.
 
-    python -m benchmarks.distance              # ten minutes
+    python -m benchmarks.distance              # a quarter of an hour
     python -m benchmarks.distance --target-ms 25 --draft-ms 4 --delays 0 10
 
 Forwards are simulated: the demo pair computes, and each worker sleeps until its forward has taken as long as
@@ -68,15 +68,19 @@ async def complete(orchestrator: Orchestrator, request: GenerationRequest) -> Ru
 async def measure(
     orchestrator: Orchestrator, texts: Sequence[str], temperature: float, tokens: int
 ) -> dict[str, Any]:
-    """Return the median speed over plain decoding of each policy, and counts."""
+    """Return each policy's speed over plain decoding, as a geometric mean over the prompts, and counts."""
     ratios: dict[str, list[float]] = {name: [] for name in POLICIES}
     cycles, by_model = Counter[str](), Counter[str]()
+    plain_runs: dict[int, Run] = {}
     compared = equal = 0
     for turn in range(WARM_UP + 1):
         for number, text in enumerate(texts):
             sampling = SamplingParams(temperature=temperature, seed=number + 1)
             ask = GenerationRequest(text, sampling=sampling, max_tokens=tokens, ignore_eos=True, store=False)
-            plain = await complete(orchestrator, replace(ask, gamma=PLAIN, drafter=DrafterKind.NONE))
+            if number not in plain_runs:
+                alone = replace(ask, gamma=PLAIN, drafter=DrafterKind.NONE)
+                plain_runs[number] = await complete(orchestrator, alone)
+            plain = plain_runs[number]
             for name, policy in POLICIES.items():
                 salt = f"{turn} {number} {name}"  # its own past outputs would be proposed to it
                 run = await complete(orchestrator, replace(ask, gamma=policy, cache_salt=salt))
@@ -86,7 +90,7 @@ async def measure(
                     cycles[name] += run.cycles
                     by_model[name] += run.model_cycles
     return {
-        "speed_over_plain": {name: statistics.median(found) for name, found in ratios.items()},
+        "speed_over_plain": {name: statistics.geometric_mean(found) for name, found in ratios.items()},
         "model_cycles": {name: by_model[name] / cycles[name] for name in POLICIES},
         "compared": compared,
         "equal": equal,
@@ -146,7 +150,7 @@ def main() -> None:
     parser.add_argument("--draft-ms", type=float, default=4.0, help="a forward of the draft model")
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 2.0, 10.0, 30.0], help="one way, ms")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=128)
     options = parser.parse_args()
     result = run_or_exit(run(options))

@@ -2,15 +2,16 @@
 
     python -m benchmarks.overhead                                     # half an hour on two cores
     python -m benchmarks.overhead --streams 1,64 --loads "plain;vllm"
-    python -m benchmarks.overhead --target-ms 20 --loads plain        # a GPU's forwards, simulated
+    python -m benchmarks.overhead --target-ms 20 --loads "plain;gamma 4"  # a GPU's forwards, simulated
 
 The model has one layer of 64 and 2,048 tokens, drawn at random: it computes almost nothing. Each stream
 asks for completions of 200 tokens at temperature 1, one after another, over HTTP as events or over gRPC.
 vLLM's own server joins if `make vllm` has installed it. CPU seconds are those of /proc, by kind of process;
 those of this process, which plays the clients, are left out.
 
-With `--target-ms` the target sleeps until a forward has taken so long, which leaves the processor to the
-others, as a GPU does. Such figures are simulated, and vLLM has none.
+With `--target-ms` workers sleep until a forward has taken so long, which leaves the processor to the others,
+as a GPU does. Such figures are simulated, and vLLM has none. Their bound is the speed of a target that never
+waits, with all streams in each of its steps and every proposal accepted.
 """
 
 from __future__ import annotations
@@ -70,12 +71,14 @@ class Load:
         gamma: Of the requests; None: the server knows no gamma.
         api: "http" or "grpc".
         options: Of `gammaray up`.
+        has_draft: Whether the model is on a draft worker, too.
     """
 
     gamma: int | str | None
     api: str = "http"
     options: tuple[str, ...] = ()
     store: bool = True
+    has_draft: bool = False
 
 
 LOADS: Mapping[str, Load] = {
@@ -83,8 +86,8 @@ LOADS: Mapping[str, Load] = {
     "plain, grpc": Load(0, "grpc"),
     "plain, not stored": Load(0, store=False),
     "plain, two orchestrators": Load(0, options=("--orchestrators", "2")),
-    "gamma 4": Load(4, options=("--draft-workers", "1")),
-    "adaptive": Load(ADAPTIVE, options=("--draft-workers", "1")),
+    "gamma 4": Load(4, has_draft=True),
+    "adaptive": Load(ADAPTIVE, has_draft=True),
     "vllm": Load(None),
 }
 
@@ -221,17 +224,18 @@ async def serving(load: Load, model: Path, options: argparse.Namespace) -> Async
             yield url, ""
             return
         more = ["--target", str(model), "--draft", str(model), *load.options]
+        numbers = ["--draft-workers", "1" if load.has_draft else "0"]
         if options.target_ms:
             redis = RedisServer.start(model.parent / "redis")
             stack.callback(redis.stop)
             own = ["--model", str(model), "--redis-url", redis.url]
-            await stack.enter_async_context(
-                simulated_worker("target", options.target_ms, options.row_ms, *own)
-            )
-            more += ["--target-workers", "0", "--redis-url", redis.url]
-        if "--draft-workers" not in load.options:
-            more += ["--draft-workers", "0"]
-        cluster = await stack.enter_async_context(running_cluster(*more))
+            workers = [simulated_worker("target", options.target_ms, options.row_ms, *own)]
+            if load.has_draft:
+                workers.append(simulated_worker("draft", options.draft_ms, 0.0, *own))
+            for worker in workers:
+                await stack.enter_async_context(worker)
+            numbers = ["--target-workers", "0", "--draft-workers", "0", "--redis-url", redis.url]
+        cluster = await stack.enter_async_context(running_cluster(*more, *numbers))
         yield f"http://{cluster.http_address}", cluster.grpc_address
 
 
@@ -249,9 +253,19 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 await measure(load, url, client, 4)  # warms up
                 for streams in options.streams:
                     point = {"load": name, **await measure(load, url, client, streams)}
+                    if bound := simulated_bound(load, streams, options):
+                        point["of_bound"] = point["tokens_per_s"] / bound
                     points.append(point)
                     print(_row(point), flush=True)
     return {"settings": settings_of(options), "points": points}
+
+
+def simulated_bound(load: Load, streams: int, options: argparse.Namespace) -> float:
+    """Return the tokens per second of a simulated target that never waits; 0: forwards are not simulated."""
+    if not options.target_ms or not isinstance(load.gamma, int):
+        return 0.0
+    tokens = streams * (load.gamma + 1)
+    return 1e3 * tokens / float(options.target_ms + options.row_ms * tokens)
 
 
 def _row(point: dict[str, Any]) -> str:
@@ -262,6 +276,7 @@ def _row(point: dict[str, Any]) -> str:
         f"{point['load']}, {point['streams']} streams: {point['tokens_per_s']:,.0f} tok/s, "
         f"{sum(spent.values()):.3f} ms of CPU a token ({parts}), first event {first['p50']:.0f} ms "
         f"(p99 {first['p99']:.0f}), gap {gap['p50']:.1f} ms (p99 {gap['p99']:.1f})"
+        + (f", {point['of_bound']:.0%} of the bound" if "of_bound" in point else "")
     )
 
 
@@ -273,7 +288,8 @@ def main() -> None:
     numbers = [1, 8, 32, 64, 128, 256, 512]
     parser.add_argument("--streams", type=lambda text: [int(one) for one in text.split(",")], default=numbers)
     parser.add_argument("--target-ms", type=float, help="what a forward of the target takes")
-    parser.add_argument("--row-ms", type=float, default=0.05, help="each of its tokens, in addition")
+    parser.add_argument("--draft-ms", type=float, default=4.0, help="what one of a simulated draft takes")
+    parser.add_argument("--row-ms", type=float, default=0.05, help="each token of the target's, in addition")
     options = parser.parse_args()
     if options.target_ms:
         known = [name for name in known if name != "vllm"]

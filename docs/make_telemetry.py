@@ -133,7 +133,8 @@ ATTRIBUTES = (
     Attribute(t.WORKER_ADDRESS, "string", "", "host:port of the last worker that responded."),
     Attribute(
         *(t.BLOCKS, "int", "{block}"),
-        "Blocks sent: above 1 if the worker requested missing tokens or the session changed its worker.",
+        "Blocks sent: above 1 if the worker requested missing tokens or the session changed its worker; 0 if "
+        "it had decoded the tokens ahead.",
     ),
     Attribute(t.REFED_TOKENS, "int", "{token}", "Tokens sent again because a worker lacked them."),
     Attribute(t.REQUEST_BYTES, "int", "By", "Bytes of the blocks on the wire, without their frame."),

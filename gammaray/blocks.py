@@ -13,6 +13,10 @@ of an upgrade would misunderstand gets a new number; the oldest one follows when
 MAX_ANSWER_BYTES = 64 << 20
 """Largest frame that a worker writes and an orchestrator reads; a larger one closes the connection."""
 
+MAX_AHEAD = 32
+"""Tokens that a worker decodes ahead after a block. After the last of them the session leaves out a step or
+two; if it ends at a stop string, so many at most were computed in vain."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -67,6 +71,10 @@ class Verdict:
     next_origin: TokenOrigin  # which of these
     num_tested: int  # proposed tokens that were tested: the accepted ones, plus one when a test failed
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per emitted token if requested, else empty
+    # Tokens after the next one, which the target worker decoded ahead; their logprobs come last.
+    further_token_ids: tuple[int, ...] = ()
+    is_followed: bool = False  # whether the target worker decodes ahead now
+    is_ahead: bool = False  # whether the tokens were decoded ahead, without a block that asked for them
     # If requested from the target worker. None in the orchestrator, which may convert them in a thread.
     prompt_logprobs: PromptLogprobs | None = None
     timing: VerifyTiming | None = None  # set by the orchestrator; None if the worker reported none

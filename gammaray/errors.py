@@ -19,7 +19,7 @@ Each class defines its gRPC status code and HTTP status, the only mapping that s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -159,27 +159,10 @@ class InternalError(GammarayError):
     http_status = 500
 
 
-_BY_STATUS: dict[grpc.StatusCode, type[GammarayError]] = {
-    cls.status: cls
-    for cls in (
-        NotFoundError,
-        UnauthenticatedError,
-        ResourceExhaustedError,
-        FailedPreconditionError,
-        DeadlineExceededError,
-        UnavailableError,
-        CancelledError,
-        InternalError,
-    )
+ERROR_CLASSES: Mapping[grpc.StatusCode, type[GammarayError]] = {
+    cls.status: cls for cls in GammarayError.__subclasses__() if cls.status is not GammarayError.status
 }
-
-
-def error_class(status: grpc.StatusCode) -> type[GammarayError]:
-    """Return the error class of a gRPC status; GammarayError if the status has no class.
-
-    InvalidArgumentError is excluded: it is rebuilt from the status details.
-    """
-    return _BY_STATUS.get(status, GammarayError)
+"""Error class by gRPC status, for each status that has one."""
 
 
 @contextmanager

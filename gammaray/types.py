@@ -330,21 +330,13 @@ class GenerationRequest:
         check_encodable("model", self.model)
         if self.resume_from is not None:
             check_int("resume_from", self.resume_from, 0, 2**31 - 1)
-        if not self.store:
-            self._check_unstored()
-        if not self.session_id and (self.turn > 0 or self.resume_from is not None):
-            raise InvalidArgumentError("session_id", "no name", "the name of the session to continue")
-
-    def _check_unstored(self) -> None:
-        given = {
-            "session_id": bool(self.session_id),
-            "turn": self.turn > 0,
-            "resume_from": self.resume_from is not None,
-        }
-        for name, is_given in given.items():
-            if is_given:
+        continued = {"turn": self.turn > 0, "resume_from": self.resume_from is not None}
+        for name, is_given in {"session_id": self.session_id, **continued}.items():
+            if is_given and not self.store:
                 allowed = f"true with {name}: what is not stored is no session to name or resume"
                 raise InvalidArgumentError("store", "false", allowed)
+        if not self.session_id and any(continued.values()):
+            raise InvalidArgumentError("session_id", "no name", "the name of the session to continue")
 
 
 def check_prompt_logprobs(num_top: int, num_tokens: int) -> None:

@@ -22,7 +22,8 @@ from gammaray.deploy.serve_config import (
     log_with_serve,
 )
 from gammaray.wire.metadata import APPLICATION
-from orchestrator.access.caller import make_authenticator
+from orchestrator import HIDES_TORCH
+from orchestrator.access.caller import Authenticator
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
 from orchestrator.scaling_policy import IN_FLIGHT
@@ -42,7 +43,7 @@ class OrchestratorDeployment:
     ) -> None:
         log_with_serve()
         self._settings = OrchestratorSettings(**settings)
-        self._authenticator = make_authenticator(self._settings, probe_key_sha256, local_only)
+        self._authenticator = Authenticator(self._settings.key_file, probe_key_sha256, local_only)
         logging.getLogger("ray.serve").addFilter(is_true)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -95,7 +96,8 @@ def build(
     configure = serve.deployment(
         name=APPLICATIONS["orchestrator"].deployment,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
-        ray_actor_options={"num_cpus": 0},  # mostly I/O-bound
+        # Mostly I/O-bound, and without a use for torch.
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {HIDES_TORCH: "1"}}},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=5,

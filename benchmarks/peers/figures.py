@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from gammaray.bench.measure import Median, Samples, Turn, first_difference, speeds
+from gammaray.bench.measure import Samples, Turn, first_difference, median_of, speeds
 from gammaray.bench.rows import Row, row
 from gammaray.bench.systems import Sample
 from gammaray.bench.tables import plain_table
@@ -66,7 +66,7 @@ def ranged(values: Sequence[float] | None) -> Figure | None:
     """Return median, least, largest and all values; None for none."""
     if not values:
         return None
-    return {**vars(Median.of(values)), "least": min(values), "largest": max(values)}
+    return {**median_of(values), "least": min(values), "largest": max(values)}
 
 
 def figures(system: str, samples: Samples, plain: str) -> Row:

@@ -36,17 +36,9 @@ Samples = dict[str, list[list[Turn]]]
 """By system, repetition and turn."""
 
 
-@dataclass(frozen=True)
-class Median:
-    """The median of one value per repetition, and the values."""
-
-    median: float
-    values: tuple[float, ...]
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Median:
-        """Return the median of `values`, at least one."""
-        return cls(statistics.median(values), tuple(values))
+def median_of(values: Sequence[float]) -> dict[str, Any]:
+    """Return the median of one value per repetition, and the values; JSON-ready."""
+    return {"median": statistics.median(values), "values": tuple(values)}
 
 
 async def measure(

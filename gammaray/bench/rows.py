@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from gammaray.bench.measure import PLAIN, Median, Samples, speeds
+from gammaray.bench.measure import PLAIN, Samples, median_of, speeds
 from gammaray.bench.systems import Arrival
 from gammaray.types import SpeculationSummary
 
@@ -55,12 +55,12 @@ def row(system: str, samples: Samples, bases: Mapping[str, str] = BASES) -> Row:
       systems that do not stream.
     """
     own = speeds(samples[system])
-    figures: Row = {"system": system, "tokens_per_s": vars(Median.of(own))}
+    figures: Row = {"system": system, "tokens_per_s": median_of(own)}
     for name, base in bases.items():
         figures[name] = None
         if base in samples:
             pairs = zip(own, speeds(samples[base]), strict=True)
-            figures[name] = vars(Median.of([ours / theirs for ours, theirs in pairs]))
+            figures[name] = median_of([ours / theirs for ours, theirs in pairs])
     flat = [sample for turns in samples[system] for turn in turns for sample in turn.samples]
     figures["speculation"] = speculation([s.summary for s in flat if s.summary is not None])
     waits = [sample.first_token_s * 1e3 for sample in flat if sample.first_token_s is not None]

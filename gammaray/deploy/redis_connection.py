@@ -36,21 +36,7 @@ from redis.asyncio.sentinel import (
     SentinelManagedSSLConnection,
 )
 from redis.backoff import ExponentialBackoff, NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    ClusterDownError,
-    ConnectionError,
-    MasterDownError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
+from redis.exceptions import AuthenticationError, ConnectionError, RedisError, ResponseError
 
 from gammaray.checks import join_address
 from gammaray.errors import InvalidArgumentError, UnavailableError
@@ -82,20 +68,6 @@ SENTINEL_TIMEOUT_S = 0.25
 
 _SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
 
-# redis-py strips the code from the messages of errors with a class of their own. Subclasses come first.
-_CODES: tuple[tuple[type[RedisError], str], ...] = (
-    (ReadOnlyError, "READONLY"),
-    (MasterDownError, "MASTERDOWN"),
-    (ClusterDownError, "CLUSTERDOWN"),
-    (TryAgainError, "TRYAGAIN"),
-    (BusyLoadingError, "LOADING"),
-    (OutOfMemoryError, "OOM"),
-    (NoPermissionError, "NOPERM"),
-    (NoScriptError, "NOSCRIPT"),
-    (AuthenticationError, "NOAUTH"),
-    (AuthorizationError, "NOAUTH"),
-)
-
 # Redis up to 6.2 wraps the error of a command in a script:
 # "Error running script (call to f_1b5c...): @user_script:9: @user_script: 9: -READONLY You can't write ..."
 _CODE = re.compile(r"(?:Error running script .*? -)?(?P<code>[A-Z]{3,}) ", re.DOTALL)
@@ -105,17 +77,13 @@ class RefusedError(ConnectionError):
     """Redis refused a command, which it did not execute, with a temporary error that begins with `code`."""
 
     def __init__(self, code: str, message: str) -> None:
-        self.code = code
-        super().__init__(message if code in message else f"{code} {message}")
+        super().__init__(message if code in message else f"{code} {message}", status_code=code)
 
 
 def reply_code(error: BaseException) -> str:
     """Return the code of an error reply, such as "OOM", also from within a script; empty if there is none."""
-    if isinstance(error, RefusedError):
-        return error.code
-    for kind, code in _CODES:
-        if isinstance(error, kind):
-            return code
+    if isinstance(error, RedisError) and error.status_code not in (None, "ERR"):
+        return error.status_code  # redis-py has taken it out of the message
     found = _CODE.match(str(error)) if isinstance(error, ResponseError) else None
     return found["code"] if found else ""
 
@@ -199,7 +167,7 @@ def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connectio
         if parts.scheme in _SENTINEL_SCHEMES:
             pool: Any = _sentinel_pool(parts, options)
         else:
-            pool = _Pool(**{**options, **parse_url(redis_url)})
+            pool = BlockingConnectionPool(**{**options, **parse_url(redis_url)})
         pool.connection_class(**pool.connection_kwargs)  # rejects invalid options of the URL
     except (TypeError, ValueError) as error:  # TypeError: an option that redis-py does not know
         raise InvalidArgumentError("redis_url", without_password(redis_url), ALLOWED_URLS) from error
@@ -277,23 +245,7 @@ def _sentinel_pool(parts: SplitResult, options: dict[str, Any]) -> _SentinelPool
     return _SentinelPool(unquote(service), sentinel, **options)  # type: ignore[no-untyped-call]
 
 
-class _Pool(BlockingConnectionPool):
-    """Gives a free connection at once; redis-py would lock, start a timer and measure the wait first."""
-
-    async def get_connection(self, *args: Any, **options: Any) -> Any:
-        """Return a connected connection, waiting for one only if all are in use."""
-        if not self.can_get_connection():
-            return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
-        connection = self.get_available_connection()  # type: ignore[no-untyped-call]
-        try:
-            await self.ensure_connection(connection)
-        except BaseException:
-            await self.release(connection)
-            raise
-        return connection
-
-
-class _SentinelPool(SentinelConnectionPool, _Pool):
+class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
     """Connections to the primary according to Sentinel; calls wait for a free one."""
 
     async def aclose(self) -> None:

@@ -90,11 +90,7 @@ class CheckPool:
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="gammaray-grammar-check")
 
     def submit(self, check: GrammarCheck) -> Future[float]:
-        """Begin a check; its result is that of `check`, or one of its errors."""
-        return self._threads.submit(self._run, check)
-
-    def check(self, grammar: str) -> float:
-        """Check a grammar; return the seconds of CPU time that it took.
+        """Begin a check; the result is the seconds of CPU time that it took, or an error.
 
         A later step, for one token or mask, takes at most a few milliseconds or as long as the check.
 
@@ -104,7 +100,7 @@ class CheckPool:
             ResourceExhaustedError: The check took too long without having used its CPU time.
             UnavailableError: The process was ended from outside, twice, or cannot be started.
         """
-        return self.submit(GrammarCheck(grammar)).result()
+        return self._threads.submit(self._run, check)
 
     def close(self) -> None:
         """End the processes; checks that wait or run fail."""

@@ -46,17 +46,13 @@ def _main() -> None:
         # CPU time of all threads; the signal ends the process also inside llguidance.
         signal.setitimer(signal.ITIMER_PROF, settings["max_cpu_s"])
         began = time.process_time()
-        error_fields = _error_of(compiler, grammar)
+        refusal: list[str] | None = None
+        try:
+            compiler.check(grammar)
+        except InvalidArgumentError as error:
+            refusal = [error.got, error.allowed]
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write_line(answers, [error_fields, time.process_time() - began])
-
-
-def _error_of(compiler: GrammarCompiler, grammar: str) -> list[str] | None:
-    try:
-        compiler.check(grammar)
-    except InvalidArgumentError as error:
-        return [error.got, error.allowed]
-    return None
+        write_line(answers, [refusal, time.process_time() - began])
 
 
 def _limit_memory(max_bytes: int) -> None:

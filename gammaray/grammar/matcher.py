@@ -17,6 +17,8 @@ from gammaray.grammar.syntax import check_syntax
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+_COMPILABLE = "a grammar that llguidance can compile"
+
 TOO_COMPLEX = b""
 """In place of the mask after a path, if the limits do not allow to compute it."""
 
@@ -68,7 +70,7 @@ class GrammarCompiler:
             # As far as a forced special token, whose bytes are not its text.
             matcher.try_consume_tokens(self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes()))
             matcher.compute_bitmask()
-        _check(matcher)
+        _check(matcher, _COMPILABLE)
 
     def begin(self, grammar: str, end_token_ids: Iterable[int] | None = None) -> GrammarState:
         """Compile a grammar, and return its state before the first token.
@@ -83,7 +85,7 @@ class GrammarCompiler:
             InvalidArgumentError: The grammar is wrong, unsupported or too complex.
         """
         matcher = self._compile(grammar)
-        _check(matcher)
+        _check(matcher, _COMPILABLE)
         ends = self._eos if end_token_ids is None else frozenset(end_token_ids)
         return GrammarState(matcher, lambda: self._compile(grammar), self._vocab_size, ends, self._eos)
 
@@ -164,11 +166,6 @@ class GrammarState:
         """Whether the tokens contain an end of sequence."""
         return self._num_tokens > len(self._read)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the tokens so far are a text of the grammar."""
-        return bool(self._current().is_accepting())
-
     def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
         """Return the possible tokens after each path that follows the tokens so far.
 
@@ -222,14 +219,21 @@ class GrammarState:
                         masks[index] = None
         return masks
 
-    def forced(self, limit: int) -> list[int]:
+    def forced(self, limit: int, after: Sequence[int] = ()) -> list[int]:
         """Return the next tokens as far as the grammar leaves no choice, at most `limit`.
 
-        This and what follows is for drafting: an error of the matcher, InvalidArgumentError, stays.
+        With `after`, those after further tokens; none where these are impossible or end the text. This and
+        what follows is for drafting: an error of the matcher, InvalidArgumentError, stays.
         """
         if self.is_ended:
             return []
-        return _forced(self._renewed(), limit)
+        matcher, taken = self._renewed(), 0
+        if after:
+            matcher = matcher.deep_copy()
+            taken = _read(matcher, after[: self._end_of(after)])
+        found: list[int] = matcher.compute_ff_tokens()[:limit] if taken == len(after) else []
+        _check(matcher)
+        return found
 
     def count_possible(self, token_ids: Sequence[int]) -> int:
         """Return how many leading tokens the grammar allows, one end of sequence included."""
@@ -237,26 +241,16 @@ class GrammarState:
             return 0
         copy = self._renewed().deep_copy()
         taken = _read(copy, token_ids[: self._end_of(token_ids)])
-        self._check(copy)
+        _check(copy)
         ends = taken < len(token_ids) and token_ids[taken] in self._eos and copy.is_accepting()
         return taken + ends
-
-    def forced_after(self, token_ids: Sequence[int], limit: int) -> list[int]:
-        """Return `forced` after further tokens, which must be possible; none after an end of sequence."""
-        if self.is_ended:
-            return []
-        copy = self._renewed().deep_copy()
-        taken = _read(copy, token_ids[: self._end_of(token_ids)])
-        found = _forced(copy, limit) if taken == len(token_ids) else []
-        self._check(copy)
-        return found
 
     def _mask(self) -> bytes:
         mask: bytes = self._current().compute_bitmask()
         if self._current().is_error() and not self._is_careful:
             self._begin_again()
             mask = self._current().compute_bitmask()
-        self._check(self._current())
+        _check(self._current())
         return mask
 
     def _mask_of(self, copy: LLMatcher) -> bytes:
@@ -323,7 +317,7 @@ class GrammarState:
     def _renewed(self) -> LLMatcher:
         """Return the matcher after the tokens so far with the limits of a step, which tokens spend."""
         self._current().compute_bitmask()
-        self._check(self._current())
+        _check(self._current())
         return self._current()
 
     def _exceeds(self, matcher: LLMatcher) -> bool:
@@ -343,20 +337,10 @@ class GrammarState:
         ends = token_id in self._eos or token_id in self._matcher_eos
         return ends or not 0 <= token_id < self._vocab_size
 
-    def _check(self, matcher: LLMatcher) -> None:
-        # An error stays, and the mask would then be the end of sequence alone.
-        if matcher.is_error():
-            raise InvalidArgumentError("grammar", _reason(matcher), "a grammar of less complexity")
-
 
 def _read(matcher: LLMatcher, token_ids: Sequence[int]) -> int:
     """Let a matcher read tokens up to an impossible one; return how many."""
     return int(matcher.try_consume_tokens(list(token_ids)))
-
-
-def _forced(matcher: LLMatcher, limit: int) -> list[int]:
-    """Return the next tokens as far as there is no choice."""
-    return list(matcher.compute_ff_tokens()[:limit])
 
 
 def _is_error_its_own(matcher: LLMatcher) -> bool:
@@ -364,9 +348,10 @@ def _is_error_its_own(matcher: LLMatcher) -> bool:
     return " items" in matcher.get_error()
 
 
-def _check(matcher: LLMatcher) -> None:
+def _check(matcher: LLMatcher, allowed: str = "a grammar of less complexity") -> None:
+    # An error stays, and the mask would then be the end of sequence alone.
     if matcher.is_error():
-        raise InvalidArgumentError("grammar", _reason(matcher), "a grammar that llguidance can compile")
+        raise InvalidArgumentError("grammar", _reason(matcher), allowed)
 
 
 def _check_rolls_back(matcher: LLMatcher, mask: bytes, eos_token_ids: frozenset[int]) -> None:

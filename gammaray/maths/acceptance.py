@@ -11,6 +11,7 @@ Definitions, over the cycles of a completion:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class SpeculationCounters:
     decode_s: float = 0.0  # seconds of the cycles after the first
     plain_s: float = 0.0  # seconds that their tokens would have taken with plain decoding
     # Entry NONE: cycles in which nothing was proposed.
-    cycles_by_drafter: dict[DrafterKind, int] = field(default_factory=lambda: dict.fromkeys(DrafterKind, 0))
+    cycles_by_drafter: Counter[DrafterKind] = field(default_factory=Counter)
     prediction_drafted: int = 0  # proposed tokens of the request's prediction
     prediction_accepted: int = 0  # those of them that were accepted
     fallbacks: int = 0  # cycles in which the drafter that the request allows could not propose
@@ -100,7 +101,7 @@ class SpeculationCounters:
         Both sides of the estimated speedup exclude the first cycle, which contains the prefill. Each cycle is
         compared with the plain cycle time of that moment, so that load on the cluster affects both sides.
         """
-        by_drafter = dict(self.cycles_by_drafter)
+        by_drafter = {kind: self.cycles_by_drafter[kind] for kind in DrafterKind}
         plain = by_drafter.pop(DrafterKind.NONE)
         return SpeculationSummary(
             cycles=self.cycles,

@@ -213,8 +213,4 @@ GROUPS = {
 """The metrics by subject."""
 
 CATALOG = tuple(metric for group in GROUPS.values() for metric in group)
-_BY_NAME = {metric.name: metric for metric in CATALOG}
-
-
-def by_name(name: str) -> Metric:
-    return _BY_NAME[name]
+BY_NAME = {metric.name: metric for metric in CATALOG}

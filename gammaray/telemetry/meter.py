@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias, TypeVar
 
-from gammaray.telemetry.catalog import Kind, Metric, by_name
+from gammaray.telemetry.catalog import BY_NAME, Kind, Metric
 
 Source: TypeAlias = Callable[[], float]
 _ValueT = TypeVar("_ValueT", bound="Counter | Histogram | Callable[[], float]")
@@ -53,7 +53,7 @@ class Meter:
         return self._add(name, Kind.COUNTER, labels, Counter())
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        return self._add(name, Kind.HISTOGRAM, labels, Histogram(by_name(name).buckets))
+        return self._add(name, Kind.HISTOGRAM, labels, Histogram(BY_NAME[name].buckets))
 
     def gauge(self, name: str, read: Source, **labels: str) -> None:
         """Register a gauge; `read` returns its value and may be called in any thread."""
@@ -66,14 +66,14 @@ class Meter:
     def read(self) -> Iterator[tuple[Metric, list[Series]]]:
         """Yield each metric that has series, together with them."""
         for name, series in list(self._series.items()):
-            metric = by_name(name)
+            metric = BY_NAME[name]
             yield (
                 metric,
                 [(dict(zip(metric.labels, key, strict=True)), value) for key, value in list(series.items())],
             )
 
     def _add(self, name: str, kind: Kind, labels: Mapping[str, str], value: _ValueT) -> _ValueT:
-        metric = by_name(name)
+        metric = BY_NAME[name]
         if metric.kind is not kind or set(labels) != set(metric.labels):
             raise ValueError(
                 f"{name} is a {metric.kind.value} of {metric.labels}, not a {kind.value} of {labels}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import socket
 import threading
@@ -17,7 +18,6 @@ from gammaray.telemetry.catalog import Kind
 from gammaray.telemetry.meter import Histogram, Meter
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric as Family
 
 _FORM = re.compile(r"(?P<host>.+):(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
@@ -34,44 +34,18 @@ def metrics_address(listen: str) -> tuple[str, range]:
     return match["host"].strip("[]"), range(first, last + 1)
 
 
-class MetricsServer:
-    """Serves a meter's values, and those of the process itself (memory, CPU time, open files).
+class MetricsExport:
+    """Serves a process's meter, and its memory, CPU time and open files, until it is stopped.
+
+    Must be created in the process's event loop.
 
     Args:
-        listen: host:port; port 0 takes any free port, a range `first-last` the first free one.
+        listen: host:port of the endpoint; port 0 takes any free port, a range `first-last` the first free
+            one; empty: none.
+        kernel: What computes a worker's model, see `ProcessStatus.kernel`; empty for an orchestrator.
 
     Raises:
         InvalidArgumentError: The address is invalid, or no port of it is free.
-    """
-
-    def __init__(self, meter: Meter, listen: str) -> None:
-        from prometheus_client import start_http_server
-
-        host, ports = metrics_address(listen)
-        self._server: WSGIServer
-        self._thread: threading.Thread
-        for port in ports:
-            try:
-                self._server, self._thread = start_http_server(port, host, registry(meter))
-                break
-            except OSError as error:
-                if port == ports[-1]:
-                    raise InvalidArgumentError("metrics_listen", listen, f"a free port ({error})") from error
-        self.address = join_address(_reachable(host), self._server.server_port)
-
-    def stop(self) -> None:
-        """Stop serving; waits for at most one second."""
-        threading.Thread(target=self._server.shutdown, daemon=True).start()
-        self._thread.join(1.0)
-        self._server.server_close()
-
-
-class MetricsExport:
-    """Exports a process's meter until it is stopped; must be created in the process's event loop.
-
-    Args:
-        listen: host:port of the endpoint, see `MetricsServer`; empty: none.
-        kernel: What computes a worker's model, see `ProcessStatus.kernel`; empty for an orchestrator.
     """
 
     def __init__(self, meter: Meter, *, role: str, model: str, listen: str, kernel: str = "") -> None:
@@ -79,33 +53,41 @@ class MetricsExport:
         meter.gauge("gammaray.info", lambda: 1.0, **described)
         loop = asyncio.get_running_loop()
         meter.gauge("gammaray.tasks", lambda: len(asyncio.all_tasks(loop)), role=role)
-        self._server = MetricsServer(meter, listen) if listen else None
-        self.address = self._server.address if self._server is not None else ""  # for other machines
+        self.address = ""  # for other machines
+        self._running: tuple[WSGIServer, threading.Thread] | None = None
+        if listen:
+            self._running = _serve(meter, listen)
+            host, _ = metrics_address(listen)
+            self.address = join_address(_reachable(host), self._running[0].server_port)
 
     async def stop(self) -> None:
         """Stop serving; takes at most about a second."""
-        if self._server is not None:
-            await asyncio.to_thread(self._server.stop)
-            self._server = None
+        if self._running is not None:
+            (server, thread), self._running = self._running, None
+            threading.Thread(target=server.shutdown, daemon=True).start()
+            await asyncio.to_thread(thread.join, 1.0)
+            server.server_close()
 
 
-def registry(meter: Meter) -> CollectorRegistry:
-    """Return the registry for prometheus_client, with the values of `meter` and of the process."""
-    from prometheus_client import CollectorRegistry, ProcessCollector
+def _serve(meter: Meter, listen: str) -> tuple[WSGIServer, threading.Thread]:
+    """Serve on the first free port; the server runs in the thread."""
+    from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 
-    found = CollectorRegistry()
-    ProcessCollector(registry=found)
-    found.register(_Collector(meter))
-    return found
+    host, ports = metrics_address(listen)
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(_Collector(meter))
+    for port in ports:
+        try:
+            return start_http_server(port, host, registry)
+        except OSError as error:
+            failure = error
+    raise InvalidArgumentError("metrics_listen", listen, f"a free port ({failure})") from failure
 
 
 class _Collector:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-
-    def describe(self) -> Iterator[Family]:
-        """Return nothing, so that registration does not read gauges whose owners do not exist yet."""
-        return iter(())
 
     def collect(self) -> Iterator[Family]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -128,11 +110,8 @@ class _Collector:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    total, pairs = 0, []
-    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), list(histogram.counts), strict=True):
-        total += count
-        pairs.append((bound, float(total)))
-    return pairs
+    totals = map(float, itertools.accumulate(histogram.counts))
+    return list(zip((*map(str, histogram.bounds), "+Inf"), totals, strict=True))
 
 
 def _reachable(host: str) -> str:

@@ -67,6 +67,7 @@ class VerifyBlock(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the orchestrator, unique per stream; echoed in the result."""
     session_id: _builtins.str
@@ -83,6 +84,11 @@ class VerifyBlock(_message.Message):
     """Return log-probabilities of the prompt's tokens as well, and of this many most likely ones at each position.
     The worker then computes the whole prompt again: cached positions have no logits. Absent: none. Range [0, 20];
     (this + 1) x `base_position` is at most 2^20.
+    """
+    num_ahead: _builtins.int
+    """After the verdict, decode up to so many further tokens plainly and send them as AheadTokens, without waiting for
+    the next block. Ends at an end token and with the next block of the session. A worker may send fewer, at most 32.
+    Default 0.
     """
     @_builtins.property
     def context(self) -> _types_pb2.TokenSpan:
@@ -121,10 +127,11 @@ class VerifyBlock(_message.Message):
         trace: _types_pb2.TraceContext | None = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
         head: Global___HeadDraft | None = ...,
+        num_ahead: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "context", b"context", "head", b"head", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "head", b"head", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "head", b"head", "num_ahead", b"num_ahead", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
     _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015
@@ -183,25 +190,93 @@ class VerifyResponse(_message.Message):
 
     RESULTS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     is_draining: _builtins.bool
     """The worker is stopping: it finishes the blocks that it has and rejects new ones. Default false."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifyResult]:
         """Results, in no particular order."""
 
+    @_builtins.property
+    def ahead(self) -> _containers.RepeatedCompositeFieldContainer[Global___AheadTokens]:
+        """Tokens decoded ahead."""
+
     def __init__(
         self,
         *,
         results: _abc.Iterable[Global___VerifyResult] | None = ...,
         is_draining: _builtins.bool = ...,
+        ahead: _abc.Iterable[Global___AheadTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_draining", b"is_draining", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "is_draining", b"is_draining", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015
+
+@_typing.final
+class AheadTokens(_message.Message):
+    """Tokens that follow the verdict of a block, or the AheadTokens before, each drawn by the target as for a block
+    without a proposal.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    BASE_POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    """Of the block."""
+    session_id: _builtins.str
+    """The session."""
+    base_position: _builtins.int
+    """Absolute position of the first token."""
+    is_last: _builtins.bool
+    """No more will come without another block. Default false."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One per token, if the block requested them."""
+
+    @_builtins.property
+    def timing(self) -> _types_pb2.WorkerTiming:
+        """Time spent in the worker for these tokens."""
+
+    @_builtins.property
+    def error(self) -> _types_pb2.BlockError:
+        """Why there are no more."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        session_id: _builtins.str = ...,
+        base_position: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        is_last: _builtins.bool = ...,
+        timing: _types_pb2.WorkerTiming | None = ...,
+        error: _types_pb2.BlockError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "error", b"error", "timing", b"timing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "base_position", b"base_position", "error", b"error", "is_last", b"is_last", "logprobs", b"logprobs", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
+    _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
+
+Global___AheadTokens: _TypeAlias = AheadTokens  # noqa: Y015
 
 @_typing.final
 class VerifyResult(_message.Message):
@@ -217,12 +292,15 @@ class VerifyResult(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     DRAFTED_FIELD_NUMBER: _builtins.int
     IS_PREPARED_FIELD_NUMBER: _builtins.int
+    IS_FOLLOWED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Echo of the block's id."""
     session_id: _builtins.str
     """The session."""
     is_prepared: _builtins.bool
     """Whether `drafted` was ready when the block came, so that it took no forward of the head. Default false."""
+    is_followed: _builtins.bool
+    """AheadTokens follow, which `num_ahead` of the block asked for. Default false."""
     @_builtins.property
     def verdict(self) -> Global___Verdict:
         """The verdict."""
@@ -256,10 +334,11 @@ class VerifyResult(_message.Message):
         timing: _types_pb2.WorkerTiming | None = ...,
         drafted: _types_pb2.Proposal | None = ...,
         is_prepared: _builtins.bool = ...,
+        is_followed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "drafted", b"drafted", "error", b"error", "need", b"need", "outcome", b"outcome", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "drafted", b"drafted", "error", b"error", "is_prepared", b"is_prepared", "need", b"need", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafted", b"_drafted", "drafted", b"drafted", "error", b"error", "is_followed", b"is_followed", "is_prepared", b"is_prepared", "need", b"need", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "timing", b"timing", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafted: _TypeAlias = _typing.Literal["drafted"]  # noqa: Y015
     _WhichOneofArgType__drafted: _TypeAlias = _typing.Literal["_drafted", b"_drafted"]  # noqa: Y015

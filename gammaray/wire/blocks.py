@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gammaray.blocks import Shape, TokenLogprobs, Verdict, VerifyTiming
 from gammaray.errors import InternalError, InvalidArgumentError
-from gammaray.types import MAX_GAMMA, MAX_NODES, PromptLogprobs, Proposal, SparseDistribution
+from gammaray.types import MAX_GAMMA, MAX_NODES, PromptLogprobs, Proposal, SparseDistribution, TokenOrigin
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
@@ -91,19 +91,24 @@ def fill_verdict(message: target_pb.Verdict, verdict: Verdict) -> None:
     message.next_token_id = verdict.next_token_id
     message.next_origin = ORIGINS[verdict.next_origin]
     message.num_tested = verdict.num_tested
-    for entry in verdict.logprobs:
-        message.logprobs.add(
-            logprob=entry.logprob,
-            top_token_ids=[token_id for token_id, _ in entry.top],
-            top_logprobs=[logprob for _, logprob in entry.top],
-        )
+    add_logprobs(message.logprobs, verdict.logprobs)
     if verdict.prompt_logprobs is not None:
         fill_prompt_logprobs(message.prompt_logprobs, verdict.prompt_logprobs, has_token_ids=False)
 
 
+def add_logprobs(field: Any, entries: Iterable[TokenLogprobs]) -> None:
+    """Add log-probabilities to a repeated field of a message."""
+    for entry in entries:
+        field.add(
+            logprob=entry.logprob,
+            top_token_ids=[token_id for token_id, _ in entry.top],
+            top_logprobs=[logprob for _, logprob in entry.top],
+        )
+
+
 def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_logprobs: bool) -> Verdict:
     """Return the verdict of an answer, less the prompt's log-probabilities; InternalError if malformed."""
-    message, timing = result.verdict, result.timing
+    message = result.verdict
     if message.next_token_id >= vocab_size:
         raise InternalError(f"the peer sent token {message.next_token_id}, allowed: below {vocab_size}")
     return Verdict(
@@ -113,15 +118,36 @@ def verdict_from_proto(result: target_pb.VerifyResult, vocab_size: int, *, has_l
         drafted=_drafted(result, vocab_size),
         num_tested=message.num_tested,
         logprobs=tuple(_logprobs(entry, vocab_size) for entry in message.logprobs) if has_logprobs else (),
-        timing=VerifyTiming(
-            timing.queue_us * 1e-6,
-            timing.compute_us * 1e-6,
-            timing.batch_size,
-            timing.batch_tokens,
-            timing.batch_rows,
-        )
-        if timing.batch_tokens > 0
-        else None,
+        timing=_timing(result.timing),
+    )
+
+
+def ahead_from_proto(message: target_pb.AheadTokens, vocab_size: int, *, has_logprobs: bool) -> Verdict:
+    """Return tokens decoded ahead as the verdict of an empty proposal; InternalError if malformed."""
+    token_ids = tuple(message.token_ids)
+    if not token_ids or max(token_ids) >= vocab_size:
+        raise InternalError(f"the peer sent tokens {token_ids[:8]}, allowed: one or more below {vocab_size}")
+    return Verdict(
+        accepted_path=(),
+        next_token_id=token_ids[0],
+        next_origin=TokenOrigin.BONUS,
+        num_tested=0,
+        logprobs=tuple(_logprobs(entry, vocab_size) for entry in message.logprobs) if has_logprobs else (),
+        further_token_ids=token_ids[1:],
+        is_ahead=True,
+        timing=_timing(message.timing),
+    )
+
+
+def _timing(message: pb.WorkerTiming) -> VerifyTiming | None:
+    if message.batch_tokens == 0:
+        return None
+    return VerifyTiming(
+        message.queue_us * 1e-6,
+        message.compute_us * 1e-6,
+        message.batch_size,
+        message.batch_tokens,
+        message.batch_rows,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from gammaray import types as t
-from gammaray.checks import MAX_TOKEN_IDS
+from gammaray.checks import TokenIds
 from gammaray.errors import InvalidArgumentError
 from gammaray.types import ProcessStatus, SamplingParams, WorkerTotals
 from gammaray.v1 import generation_service_pb2 as gen
@@ -25,6 +25,8 @@ from gammaray.wire.enums import (
     origin_from_proto,
 )
 
+_TOKEN_IDS = TokenIds()  # refuses more than a request may have before any is copied
+
 # Fields whose dataclasses have the fields of their messages.
 _NESTED: dict[str, type[Any]] = {
     "worker_totals": WorkerTotals,
@@ -40,10 +42,6 @@ def process_to_proto(process: ProcessStatus) -> gen.ProcessStatus:
 
 def process_from_proto(message: gen.ProcessStatus) -> ProcessStatus:
     return ProcessStatus(**values_of(message, ProcessStatus))
-
-
-def worker_totals_from_proto(message: pb.WorkerTotals) -> WorkerTotals:
-    return WorkerTotals(**values_of(message, WorkerTotals))
 
 
 def values_of(message: Message, kind: type[Any]) -> dict[str, Any]:
@@ -73,17 +71,6 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Return the sampling parameters of a wire message; missing fields take their defaults."""
     return SamplingParams.of({field.name: value for field, value in message.ListFields()})
-
-
-def token_ids_from_proto(name: str, ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the token ids of a repeated field; refuse more than a request may have before any is copied."""
-    _check_count(name, ids)
-    return tuple(ids)
-
-
-def _check_count(name: str, ids: Sequence[int]) -> None:
-    if len(ids) > MAX_TOKEN_IDS:
-        raise InvalidArgumentError(name, f"{len(ids)} token ids", f"at most {MAX_TOKEN_IDS}")
 
 
 def request_to_proto(request: t.GenerationRequest) -> gen.GenerateRequest:
@@ -116,13 +103,13 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
     prompt: str | tuple[int, ...]
     prompt = message.text
     if message.WhichOneof("prompt") == "token_ids":
-        prompt = token_ids_from_proto("prompt", message.token_ids.ids)
+        prompt = _TOKEN_IDS.copied("prompt", message.token_ids.ids)
     prediction: str | tuple[int, ...] = message.prediction.text
     if message.prediction.WhichOneof("content") == "token_ids":
-        prediction = token_ids_from_proto("prediction", message.prediction.token_ids.ids)
+        prediction = _TOKEN_IDS.copied("prediction", message.prediction.token_ids.ids)
     if message.drafter not in (pb.DRAFTER_KIND_UNSPECIFIED, *DRAFTERS_BACK):
         raise InvalidArgumentError("drafter", message.drafter, f"one of {sorted(DRAFTERS_BACK)}")
-    _check_count("stop_token_ids", message.stop_token_ids)
+    stop_token_ids = _TOKEN_IDS.copied("stop_token_ids", message.stop_token_ids)
     fixed = message.gamma.fixed if message.gamma.WhichOneof("policy") == "fixed" else None
     values = values_of(message, t.GenerationRequest) | {
         "prompt": prompt,
@@ -131,6 +118,7 @@ def request_from_proto(message: gen.GenerateRequest) -> t.GenerationRequest:
         "gamma": t.GammaPolicy(fixed, message.gamma.max_gamma, message.gamma.max_nodes),
         "drafter": DRAFTERS_BACK.get(message.drafter, t.DrafterKind.MODEL),
         "prediction": prediction,
+        "stop_token_ids": stop_token_ids,
     }
     request = t.GenerationRequest(**{name: value for name, value in values.items() if value is not None})
     request.validate()

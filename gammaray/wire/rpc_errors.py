@@ -18,11 +18,11 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from gammaray.errors import (
+    ERROR_CLASSES,
     GammarayError,
     InvalidArgumentError,
     ModelChangedError,
     ResourceExhaustedError,
-    error_class,
 )
 
 DETAILS_KEY = "grpc-status-details-bin"
@@ -100,7 +100,7 @@ def error_from_status(status: status_pb2.Status) -> GammarayError:
         failure = _detail(status, error_details_pb2.PreconditionFailure)
         if failure is not None and any(v.type == MODEL_CHANGED for v in failure.violations):
             return _model_changed(failure)
-    cls = error_class(code)
+    cls = ERROR_CLASSES.get(code, GammarayError)
     # The base class represents several codes, so the message names the code.
     return cls(message) if cls is not GammarayError else cls(f"{code.name}: {message}")
 

@@ -107,27 +107,19 @@ class Admission:
 
     async def _wait(self, ticket: _Ticket, tenant: _Tenant, caller: Caller) -> None:
         left_s = caller.deadline - time.monotonic()
-
-        def expire() -> None:
-            if not ticket.turn.done():
-                self._drop(ticket, tenant)
-                ticket.turn.set_exception(
-                    DeadlineExceededError("the deadline passed while the request waited")
-                    if left_s <= self._max_wait_s
-                    else self._exhausted(f"not started within {self._max_wait_s:g} s")
-                )
-
-        # Not wait_for: before Python 3.12 it swallows a cancellation that arrives together with the result.
-        timer = asyncio.get_running_loop().call_later(min(self._max_wait_s, left_s), expire)
         try:
-            await ticket.turn
-        except asyncio.CancelledError:
+            # wait_for, before Python 3.12, swallows a cancellation that arrives together with the result.
+            async with asyncio.timeout(min(self._max_wait_s, left_s)):
+                await ticket.turn
+        except (TimeoutError, asyncio.CancelledError) as error:
             self._drop(ticket, tenant)
             if not ticket.turn.cancelled() and ticket.turn.exception() is None:
                 self._leave(caller.tenant)  # the place had already been granted
-            raise
-        finally:
-            timer.cancel()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            if left_s <= self._max_wait_s:
+                raise DeadlineExceededError("the deadline passed while the request waited") from None
+            raise self._exhausted(f"not started within {self._max_wait_s:g} s") from None
 
     def _make_room(self, tenant: _Tenant) -> None:
         """Make room in the queue for a request of `tenant`, if needed by rejecting one of a longer queue."""

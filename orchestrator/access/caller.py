@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gammaray.checks import check_session_id
-from gammaray.config import OrchestratorSettings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import ApiKey, hash_key, key_id_of, read_keys
 from gammaray.security.tenants import SEPARATOR
@@ -49,15 +48,10 @@ class Caller:
     traceparent: str = ""  # W3C trace context of the request, or empty
     tracestate: str = ""  # W3C `tracestate` of the request, or empty
 
-    @property
-    def prefix(self) -> str:
-        """Prefix of the qualified names of this tenant's sessions only."""
-        return f"{self.tenant}{SEPARATOR}" if self.tenant else ""
-
     def qualify(self, session_id: str) -> str:
         """Return the qualified name of a session of this caller; InvalidArgumentError if it is malformed."""
         check_session_id(session_id)
-        return self.prefix + session_id
+        return f"{self.tenant}{SEPARATOR}{session_id}" if self.tenant else session_id
 
 
 ANONYMOUS = Caller()
@@ -68,14 +62,14 @@ class Authenticator:
 
     Args:
         path: The key file, read again when it changes; None accepts all callers, as one unnamed tenant.
-        extra: Hashes of further keys by tenant.
-        local_only: Reject gRPC calls from other machines.
+        probe_key_sha256: Hash of the launcher's own key; empty: there is none.
+        local_only: Reject gRPC calls from other machines, also if the port is bound to all interfaces.
     """
 
     def __init__(
-        self, path: Path | None = None, extra: Mapping[str, str] | None = None, local_only: bool = False
+        self, path: Path | None = None, probe_key_sha256: str = "", local_only: bool = False
     ) -> None:
-        self._extra, self._local_only = dict(extra or {}), local_only
+        self._probe_key_sha256, self._local_only = probe_key_sha256, local_only
         self._keys = None if path is None else ReloadedKeys(path, _read_by_id, "API keys")
         if self._keys is not None and not self._keys.current():
             raise InvalidArgumentError("api_keys_file", f"{path} without keys", "at least one key")
@@ -111,33 +105,18 @@ class Authenticator:
         if scheme.lower() != "bearer" or not key:
             raise UnauthenticatedError("an API key is required: `authorization: Bearer <key>`")
         key_id = key_id_of(key.strip())
-        known = self._keys.current().get(key_id) if key_id is not None else None
-        if key_id is not None and known is not None and known.matches(key.strip()):
-            return known.tenant, key_id
-        if key_id is not None and self._extra:
-            digest = hash_key(key.strip())
-            for tenant, sha256 in self._extra.items():
-                if digest == sha256:
-                    return tenant, key_id
+        if key_id is not None:
+            known = self._keys.current().get(key_id)
+            if known is not None and known.matches(key.strip()):
+                return known.tenant, key_id
+            if hash_key(key.strip()) == self._probe_key_sha256:
+                return PROBE_TENANT, key_id
         # Only the id, which is not secret: it tells the owner which key was revoked.
         raise UnauthenticatedError(f"the API key{f' {key_id}' if key_id else ''} is unknown or was revoked")
 
 
 def _read_by_id(path: Path) -> dict[str, ApiKey]:
     return {key.id: key for key in read_keys(path)}
-
-
-def make_authenticator(
-    settings: OrchestratorSettings, probe_key_sha256: str = "", local_only: bool = False
-) -> Authenticator:
-    """Return the authenticator of an orchestrator; the launcher's own key has the hash `probe_key_sha256`.
-
-    `local_only` rejects gRPC calls from other machines, also if the port is bound to all interfaces.
-    """
-    if settings.key_file is None:
-        return Authenticator(local_only=local_only)
-    probe = {PROBE_TENANT: probe_key_sha256} if probe_key_sha256 else {}
-    return Authenticator(settings.key_file, probe, local_only)
 
 
 def _number(headers: Mapping[str, str], name: str, low: int, high: int) -> int | None:

@@ -63,7 +63,7 @@ class AdaptiveGamma:
         self._max_gamma, self._max_match, self._costs = max_gamma, max_match, costs
         self._acceptance = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=costs.acceptance)
         self._of_matches = MatchAcceptance(costs.of_matches, temperature)
-        self._played: Match | None = None
+        self._matches: Sequence[Match] = ()  # of the cycle that runs
         self._was_plain, self._num_drafting, self._largest = True, 0, math.inf
         self._has_proposed, self._num_cycles = False, 0
         self._shape: Shape | None = None
@@ -78,7 +78,9 @@ class AdaptiveGamma:
 
     def next_shape(self, candidates: Candidates) -> Shape:
         """Return the shape of the next cycle's proposal, which names its drafter, with the reason."""
+        self._matches = candidates.matches
         if candidates.num_forced:
+            self._matches = ()
             return _shape(candidates.num_forced, 0, DrafterKind.GRAMMAR, Reason.FORCED)
         shape = Shape(0, drafter=DrafterKind.SUFFIX)
         if candidates.model is not None:
@@ -90,15 +92,15 @@ class AdaptiveGamma:
         return replace(shape, is_fallback=True) if candidates.is_fallback else shape
 
     def observe(self, cycle: Cycle) -> None:
-        """Learn from a finished cycle; one whose drafter failed is evidence for none."""
+        """Learn from a finished cycle; one whose drafter failed is evidence for none but the matches."""
+        for match in self._matches:
+            self._of_matches.observe(match, cycle.token_ids)
         if cycle.has_fallen_back:
             return
         self._num_cycles += 1
         if cycle.shape.drafter.is_model:
             self._observe_model(cycle)
             return
-        if self._played is not None and cycle.shape.drafter is self._played.kind:
-            self._of_matches.observe(self._played, *cycle.first_children)
         self._costs.observe(cycle, was_plain=False)
         self._was_plain, self._num_drafting = True, 0  # the model has to catch up
 
@@ -164,9 +166,9 @@ class AdaptiveGamma:
         """
         model = self._costs
         if not model.is_known:
-            self._played = max(matches, key=lambda match: match.length)
-            depth = min(len(self._played.token_ids), self._max_match)
-            return _shape(depth, 0, self._played.kind, Reason.FIRST), 0.0
+            longest = max(matches, key=lambda match: match.length)
+            depth = min(len(longest.token_ids), self._max_match)
+            return _shape(depth, 0, longest.kind, Reason.FIRST), 0.0
         costs = model.sample()
         plain_s, price = model.plain_s(costs), model.price(costs)
         best, highest = _shape(0, 0), 1.0 / plain_s
@@ -178,7 +180,7 @@ class AdaptiveGamma:
                 tokens += reached
                 speed = (tokens - price * depth) / (plain_s + costs.rows_s(depth))
                 if speed > highest:
-                    best, highest, self._played = _shape(depth, 0, match.kind), speed, match
+                    best, highest = _shape(depth, 0, match.kind), speed
         return best, highest
 
     def _sampled(self, acceptance: AcceptanceEstimator, depth: int) -> list[float]:

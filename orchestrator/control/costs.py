@@ -65,8 +65,8 @@ STRENGTH = 8.0
 """Weight of the replica's acceptance in a session's own, in tested tokens."""
 
 LEAST_WEIGHT = 1.0 / 8.0
-"""Least weight of an update of the costs, in steps of the target. Sessions of a step with more than 8 share
-updates, which take 42 microseconds: 12 per cycle with 64 sessions (AMD EPYC, by hand, 2026-11-29)."""
+"""Least weight of a measured cycle, in steps of the target. Of a step with more than 8 sessions about 8 are
+measured, at random: a measurement takes 42 microseconds (AMD EPYC, by hand, 2026-11-29)."""
 
 MatchClass = tuple[DrafterKind, int, int]
 """Kind of a match, and the classes of its length and of the request's temperature."""
@@ -123,7 +123,7 @@ class CostModel:
         # Of the posterior of the coefficients.
         self.mean, self.covariance = Costs(*[0.0] * _SIZE), [[0.0] * _SIZE for _ in range(_SIZE)]
         self._noise, self._bias = FIRST_NOISE**2, 0.0
-        self._num_cycles, self._has_plain, self._weight = 0, False, 0.0
+        self._num_cycles, self._has_plain = 0, False
         self._tokens = self._seconds = 0.0
 
     @property
@@ -164,11 +164,14 @@ class CostModel:
         one has the session's first such proposal.
         """
         tested, accepted = cycle.first_children
-        share = _share(cycle)
-        if cycle.gamma == 0 or not cycle.shape.drafter.is_model:
-            self._forget(share)
-        elif tested:
+        is_drafted = cycle.gamma > 0 and cycle.shape.drafter.is_model
+        if is_drafted and tested:
             self.acceptance.observe(tested, accepted)
+        share = max(LEAST_WEIGHT, _share(cycle))
+        if share == LEAST_WEIGHT and self._rng.random() * LEAST_WEIGHT >= _share(cycle):
+            return
+        if not is_drafted:
+            self._forget(share)
         self._clock += share
         if self._clock >= self._renewed_at + HOLD:
             self.renew()
@@ -181,10 +184,7 @@ class CostModel:
         if self._num_cycles <= HOLD:
             return
         self._measure_speed(cycle, work, share)
-        self._weight += share
-        if self._weight >= LEAST_WEIGHT:
-            self._fit(cycle, work, self._weight, was_plain)
-            self._weight = 0.0
+        self._fit(cycle, work, share, was_plain)
 
     def _forget(self, share: float) -> None:
         """Move acceptance and costs of drafting towards the prior, so that drafting is tried again."""

@@ -7,6 +7,7 @@ target's likeliest token is emitted than where one is drawn.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 from gammaray.maths.acceptance import AcceptanceEstimator
 from gammaray.types import DrafterKind
@@ -42,8 +43,11 @@ class MatchAcceptance:
             self._own[key] = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=self._fleet(key))
         return self._own[key]
 
-    def observe(self, match: Match, tested: int, accepted: int) -> None:
-        """Count a cycle in which tokens of a match were tested."""
+    def observe(self, match: Match, emitted: Sequence[int]) -> None:
+        """Count what a cycle emitted as a test of a match, whatever was proposed: the text is the same."""
+        pairs = list(zip(match.token_ids, emitted, strict=False))
+        accepted = next((depth for depth, (one, other) in enumerate(pairs) if one != other), len(pairs))
+        tested = min(accepted + 1, len(pairs))
         self.of(match).observe(tested, accepted)
         self._fleet(self._class_of(match)).observe(tested, accepted)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+
+from pydantic import TypeAdapter, ValidationError
 
 from gammaray.maths.acceptance import SpeculationCounters
-from gammaray.types import DrafterKind
 
 _log = logging.getLogger(__name__)
 
@@ -27,33 +26,17 @@ class SessionHandover:
     draft: str = ""  # host:port of the draft worker that holds the session's cache
 
     def to_bytes(self) -> bytes:
-        counters = vars(self.counters) | {
-            "cycles_by_drafter": {k.value: count for k, count in self.counters.cycles_by_drafter.items()},
-            "draft_workers": sorted(self.counters.draft_workers),
-        }
-        body = {"counters": counters, "elapsed_s": self.elapsed_s, "target": self.target, "draft": self.draft}
-        return json.dumps(body).encode()
+        return _ADAPTER.dump_json(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SessionHandover:
         """Parse a stored handover; return an empty one if it is absent or malformed."""
-        if not data:
-            return cls()
         try:
-            body = json.loads(data)
-            return cls(
-                _counters(body["counters"]), float(body["elapsed_s"]), str(body["target"]), str(body["draft"])
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            _log.warning("what the former owner of a session left cannot be read: %r", error)
+            return _ADAPTER.validate_json(data or b"{}")
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            _log.warning("what the former owner of a session left cannot be read: %s", found)
             return cls()
 
 
-def _counters(body: dict[str, Any]) -> SpeculationCounters:
-    known = {field.name for field in fields(SpeculationCounters)}
-    given = {name: value for name, value in body.items() if name in known}
-    given["cycles_by_drafter"] = dict.fromkeys(DrafterKind, 0) | {
-        DrafterKind(name): int(count) for name, count in given["cycles_by_drafter"].items()
-    }
-    given["draft_workers"] = set(given["draft_workers"])
-    return SpeculationCounters(**given)
+_ADAPTER = TypeAdapter(SessionHandover)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
@@ -66,38 +65,33 @@ class _CycleQueue:
 
     def __init__(self) -> None:
         self._wanted = asyncio.Semaphore(0)
-        self._found = asyncio.Event()
-        self._cycles: deque[tuple[Cycle, _Write]] = deque()
+        self._cycles: asyncio.Queue[tuple[Cycle, _Write] | None] = asyncio.Queue()  # None: the run is over
         self._blocked: _Write | None = None
-        self._is_over = False
 
     async def put(self, cycle: Cycle, write: _Write) -> None:
         """Queue a cycle once the consumer has asked for it."""
         self._blocked = write
         await self._wanted.acquire()
         self._blocked = None
-        self._cycles.append((cycle, write))
-        self._found.set()
+        self._cycles.put_nowait((cycle, write))
 
     async def take(self) -> Cycle | None:
         """Return the next cycle after it is stored, or None after the last one or a failure."""
         self._wanted.release()
-        if not self._cycles and not self._is_over:
-            self._found.clear()
-            await self._found.wait()
-        if not self._cycles:
+        if (found := await self._cycles.get()) is None:
             return None
-        cycle, write = self._cycles.popleft()
+        cycle, write = found
         await write
         return cycle
 
     def end(self, _: object) -> None:
-        """Mark the run as over and wake the consumer."""
-        self._is_over = True
-        self._found.set()
+        """Mark the run as over."""
+        self._cycles.put_nowait(None)
 
     def close(self) -> None:
         """Drop pending writes: their tokens were not delivered to a client."""
-        for write in [self._blocked, *(write for _, write in self._cycles)]:
-            if write is not None:
-                write.close()
+        if self._blocked is not None:
+            self._blocked.close()
+        while not self._cycles.empty():
+            if (found := self._cycles.get_nowait()) is not None:
+                found[1].close()

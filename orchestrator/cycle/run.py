@@ -76,6 +76,7 @@ async def run_cycle(
         is_fallback=draft_failed or proposal.is_fallback or shape.is_fallback,
         is_prepared=proposal.is_prepared,
         started=start,
+        is_ahead=verdict.is_ahead,
     )
     controller.observe(cycle)
     return cycle
@@ -123,21 +124,20 @@ def _emitted(
     session: Session, proposal: Proposal, verdict: Verdict
 ) -> tuple[tuple[int, ...], tuple[TokenOrigin, ...]]:
     """Return the emitted tokens and their origins, after checking the verdict against the proposal."""
+    parents = proposal.parents or range(-1, len(proposal) - 1)  # those of a chain
     parent = -1
     for node in verdict.accepted_path:
-        if not 0 <= node < len(proposal) or _parent(proposal, node) != parent:
+        if not 0 <= node < len(proposal) or parents[node] != parent:
             raise InternalError(
                 f"session {session.session_id}: {verdict.accepted_path} is no path of the proposal"
             )
         parent = node
-    if session.num_top_logprobs is not None and len(verdict.logprobs) != len(verdict.accepted_path) + 1:
+    further = verdict.further_token_ids
+    num_emitted = len(verdict.accepted_path) + 1 + len(further)
+    if session.num_top_logprobs is not None and len(verdict.logprobs) != num_emitted:
         raise InternalError(
             f"session {session.session_id}: {len(verdict.logprobs)} log-probabilities came back"
         )
     accepted = tuple(proposal.token_ids[node] for node in verdict.accepted_path)
-    origins = (*(TokenOrigin.ACCEPTED for _ in accepted), verdict.next_origin)
-    return (*accepted, verdict.next_token_id), origins
-
-
-def _parent(proposal: Proposal, node: int) -> int:
-    return node - 1 if proposal.parents is None else proposal.parents[node]
+    own = verdict.next_origin, *(TokenOrigin.BONUS for _ in further)
+    return (*accepted, verdict.next_token_id, *further), (*(TokenOrigin.ACCEPTED for _ in accepted), *own)

@@ -147,6 +147,7 @@ class Cycle:
     is_fallback: bool = False  # whether the drafter that the request allows could not propose
     is_prepared: bool = False  # whether the proposal had arrived before it was requested
     started: float = 0.0  # `time.perf_counter()` at the start of the cycle
+    is_ahead: bool = False  # whether its tokens were decoded before the cycle asked for them
 
     @property
     def first_children(self) -> tuple[int, int]:

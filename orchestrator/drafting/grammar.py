@@ -49,7 +49,7 @@ class GrammarDrafter:
             possible = match.token_ids[: state.count_possible(match.token_ids)]
             if not possible:
                 return None
-            forced = tuple(state.forced_after(possible, depth - len(possible)))
+            forced = tuple(state.forced(depth - len(possible), possible))
         except InvalidArgumentError as error:
             self._end(session, error)
             return match
@@ -70,12 +70,8 @@ class GrammarDrafter:
         except InvalidArgumentError as error:
             self._end(session, error)
             return proposal
-        shipped = proposal.draft_distributions
-        if shipped is None:
-            return replace(proposal, token_ids=proposal.token_ids[:count])
-        return replace(
-            proposal, token_ids=proposal.token_ids[: count + 1], draft_distributions=shipped[: count + 1]
-        )
+        kept = count if proposal.draft_distributions is None else min(count + 1, len(proposal))
+        return proposal.path(range(kept))
 
     def _followed(self, session: Session) -> GrammarState | None:
         """Return the state after the committed tokens; None after a failure."""

@@ -8,7 +8,7 @@ pointer would be is taken, as edits are mostly local.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from gammaray.types import DrafterKind, GenerationRequest
 from orchestrator.cycle.session import Session
@@ -20,8 +20,6 @@ MIN_MATCH = 2
 
 LONGEST = 64
 """Upper bound of the tokens that are compared where the pointer is set again."""
-
-_TOKEN_BYTES = 4
 
 
 async def prediction_ids(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -38,7 +36,7 @@ class PredictionDrafter:
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._prediction = tuple(prediction)
-        self._packed = _packed(self._prediction)
+        self._text = _text_of(self._prediction)
         self._num_seen = 0
         self._pointer = 0  # where the next token is expected
         self._length = 0  # tokens before the pointer that match
@@ -66,13 +64,12 @@ class PredictionDrafter:
 
     def _find(self, emitted: Sequence[int]) -> None:
         """Set the pointer after the nearest occurrence of the latest tokens."""
-        wanted = _packed(emitted[-MIN_MATCH:])
-        near = max(0, self._pointer - MIN_MATCH) * _TOKEN_BYTES
-        places = [*_first(self._places_from(wanted, near)), *_first(self._places_before(wanted, near))]
+        wanted, near = _text_of(emitted[-MIN_MATCH:]), max(0, self._pointer - MIN_MATCH)
+        found = self._text.find(wanted, near), self._text.rfind(wanted, 0, near + MIN_MATCH - 1)
+        places = [place for place in found if place >= 0]
         if not places:
             return
-        place = min(places, key=lambda at: abs(at - near))
-        self._pointer, self._is_lost = place // _TOKEN_BYTES + MIN_MATCH, False
+        self._pointer, self._is_lost = min(places, key=lambda at: abs(at - near)) + MIN_MATCH, False
         limit = min(self._pointer, len(emitted))
         self._length = MIN_MATCH
         while self._length < limit and (
@@ -80,25 +77,7 @@ class PredictionDrafter:
         ):
             self._length += 1
 
-    def _places_from(self, wanted: bytes, start: int) -> Iterator[int]:
-        """Yield the byte offsets of tokens at or after `start` where the wanted ones begin, nearest first."""
-        at = self._packed.find(wanted, start)
-        while at >= 0:
-            if at % _TOKEN_BYTES == 0:
-                yield at
-            at = self._packed.find(wanted, at + 1)
 
-    def _places_before(self, wanted: bytes, stop: int) -> Iterator[int]:
-        at = self._packed.rfind(wanted, 0, stop + len(wanted) - 1)
-        while at >= 0:
-            if at % _TOKEN_BYTES == 0:
-                yield at
-            at = self._packed.rfind(wanted, 0, at + len(wanted) - 1)
-
-
-def _first(places: Iterator[int]) -> list[int]:
-    return [at for at in (next(places, None),) if at is not None]
-
-
-def _packed(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+def _text_of(token_ids: Sequence[int]) -> str:
+    """Return tokens as characters, in which `str` searches; vocabularies are smaller than Unicode."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids).decode("utf-32-le", "surrogatepass")

@@ -21,6 +21,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,7 +35,9 @@ from gammaray.deploy.serve_config import APPLICATIONS, GRPC_SERVICERS, SERVE_ENV
 from gammaray.environment import past_proxies
 from gammaray.errors import DeadlineExceededError, GammarayError, InvalidArgumentError, UnavailableError
 from gammaray.program.parents import end_with_parent
-from orchestrator.launcher.options import LauncherOptions, announcer, parse_options
+from gammaray.program.settings import parse_settings
+from gammaray.program.shared_options import START_OPTIONS
+from orchestrator import hide_torch
 from orchestrator.launcher.preflight import (
     check_drafting_head,
     check_host,
@@ -62,6 +65,7 @@ HOST = "127.0.0.1"
 _ESSENTIAL = ("gcs_server", "raylet")
 _RAY_TRIES = 4
 _POLL_S = 0.1
+_STATUS_POLL_S = 0.5  # Serve's status takes tens of milliseconds of a core, which starting workers need
 _BAD_INPUT = re.compile(r"[\w.]*(UnsupportedVllmError|InvalidArgumentError): ")
 _HOPELESS = re.compile(r"[\w.]*(UnsupportedModelError|InvalidModelError)\b")
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)\b")
@@ -121,13 +125,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start a cluster, serve until a signal arrives, stop everything; return the exit status."""
     complaints, signals = os.fdopen(os.dup(sys.stderr.fileno()), "w"), StopSignals()
     try:
-        options = parse_options(argv)
-        announce = announcer(options, reachable(options.cluster.host))
-        if options.die_with_parent:
+        settings, options = parse_options(argv)
+        announce = announcer(settings, wait_ready=options["wait_ready"])
+        if options["die_with_parent"]:
             end_with_parent(signal.SIGTERM)
         signals.take()
         with ExitStack() as started:
-            serve_cluster(options, started, signals, announce)
+            serve_cluster(settings, options["start_timeout_s"], started, signals, announce)
     except Stop:
         return 0
     except GammarayError as error:
@@ -142,14 +146,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def parse_options(argv: Sequence[str] | None = None) -> tuple[ClusterSettings, dict[str, Any]]:
+    """Return the cluster's settings and the values of `START_OPTIONS` that a command line gives."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return parse_settings(
+        ClusterSettings, "python -m orchestrator.launcher.cluster", arguments, START_OPTIONS
+    )
+
+
+def announcer(settings: ClusterSettings, *, wait_ready: bool) -> Callable[[], None]:
+    """Return a function that announces on standard output that the cluster serves.
+
+    All other output of this process and its children to standard output is redirected to standard error, so
+    that scripts read only the announcement.
+    """
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    host = reachable(settings.host)
+    url, address = f"http://{host}:{settings.http_port}", f"{host}:{settings.grpc_port}"
+    text = f"OpenAI-compatible HTTP: {url}/v1\ngRPC: {address}\nCtrl-C stops everything."
+    if wait_ready:
+        text = f"ready http={url} grpc={address}"
+    return partial(print, text, file=output, flush=True)
+
+
 def serve_cluster(
-    options: LauncherOptions, started: ExitStack, signals: StopSignals, announce: Callable[[], None]
+    settings: ClusterSettings,
+    start_timeout_s: float,
+    started: ExitStack,
+    signals: StopSignals,
+    announce: Callable[[], None],
 ) -> NoReturn:
     """Start the cluster, announce it, and monitor it until a signal interrupts.
 
     `started` receives a callback for each started part, which stops it.
     """
-    settings, deadline = options.cluster, time.monotonic() + options.start_timeout_s
+    deadline = time.monotonic() + start_timeout_s
     check_access(settings)
     check_workers(settings)
     check_host(settings.host)
@@ -346,7 +378,7 @@ def _wait_until_healthy(settings: ClusterSettings, deadline: float, api_key: str
         missing = ", ".join(waiting) or missing_parts(settings, reachable(settings.host), api_key)
         if not missing:
             return
-        time.sleep(_POLL_S)
+        time.sleep(_STATUS_POLL_S)
     raise DeadlineExceededError(f"the cluster did not become ready in time; still missing: {missing}")
 
 
@@ -410,4 +442,5 @@ def _http_answers(url: str) -> bool:
 
 
 if __name__ == "__main__":
+    hide_torch()
     sys.exit(main())

@@ -8,18 +8,17 @@ import json
 import math
 import random
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from gammaray.config import ClusterSettings, WorkerSettings, parse_adapters, settings_error
+from gammaray.config import ClusterSettings, WorkerSettings, parse_adapters
 from gammaray.demo_pair import early_exit_layers, is_missing, resolve_model
 from gammaray.deploy.serve_config import APPLICATIONS, role_settings
 from gammaray.engines import AUTO, ENGINES, check_installed, takes_gpu
 from gammaray.errors import InvalidArgumentError
+from gammaray.program.settings import checked_settings
 
 _OTHERWISE = {"draft_vocab_size", "pard_token"}
 """Keys of the configurations of drafters that are not ordinary; workers find others by their tensors."""
@@ -111,19 +110,11 @@ def check_workers(settings: ClusterSettings) -> None:
     """Refuse settings that workers and orchestrators would refuse after their start; load no model."""
     most = {"target": settings.target_workers.maximum, "draft": settings.draft_workers.maximum}
     for role, given in role_settings(settings).items():
-        made = _settings_of(role, given)
+        made = checked_settings(APPLICATIONS[role].settings, given)
         if isinstance(made, WorkerSettings) and most[role]:
             check_installed(made.engine, settings.device)
         if adapters := parse_adapters(getattr(made, "lora", "")):
             import_module("services.process.adapters").max_rank(adapters)
-
-
-def _settings_of(role: str, given: Mapping[str, Any]) -> Any:
-    settings = APPLICATIONS[role].settings
-    try:
-        return settings(**given)
-    except ValidationError as error:
-        raise settings_error(error, settings) from None
 
 
 def check_models(target: str, draft: str, engine: str = "auto") -> list[str]:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
@@ -87,18 +87,13 @@ def marked(cluster_id: str) -> list[psutil.Process]:
     A process that changes its title may overwrite a part of its environment, and Ray starts its agents with
     the variables in any order, so descendants of marked processes are included.
     """
-    processes = {process.pid: process for process in psutil.process_iter() if runs(process)}
-    parents = {pid: parent for pid, process in processes.items() if (parent := _parent(process)) is not None}
-    belongs = {pid: _has_mark(process, cluster_id) for pid, process in processes.items()}
-    return [process for pid, process in processes.items() if any(belongs[a] for a in _line(pid, parents))]
-
-
-def _line(pid: int, parents: dict[int, int]) -> Iterator[int]:
-    seen: set[int] = set()  # the scan is not atomic: a reused pid might form a cycle
-    while pid in parents and pid not in seen:
-        seen.add(pid)
-        yield pid
-        pid = parents[pid]
+    found: dict[psutil.Process, None] = {}
+    for process in psutil.process_iter():
+        if process not in found and runs(process) and _has_mark(process, cluster_id):
+            found[process] = None
+            with contextlib.suppress(psutil.Error):  # it ended
+                found.update(dict.fromkeys(process.children(recursive=True)))
+    return list(filter(runs, found))
 
 
 def runs(process: psutil.Process) -> bool:
@@ -107,13 +102,6 @@ def runs(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
-
-
-def _parent(process: psutil.Process) -> int | None:
-    try:
-        return int(process.ppid())
-    except psutil.Error:  # it ended
-        return None
 
 
 def _has_mark(process: psutil.Process, cluster_id: str) -> bool:

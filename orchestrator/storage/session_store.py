@@ -143,19 +143,9 @@ def fields_of(session: Session) -> list[Any]:
     return [part for field in fields.items() for part in field]
 
 
-def room_of(session: Session) -> int:
-    """Return the bytes of all tokens that a turn may emit."""
-    return session.max_tokens * TokenRecords(session.num_top_logprobs).size
-
-
 def pack_request(request: bytes, prompt: Sequence[int]) -> bytes:
     """Serialise a request and its prompt for the store."""
     return struct.pack("<I", len(request)) + request + struct.pack(f"<{len(prompt)}I", *prompt)
-
-
-def digest_of(packed: bytes) -> str:
-    """Return the digest of a packed request: a tenant's equal requests are stored once."""
-    return hashlib.sha256(packed).hexdigest()[:32]
 
 
 def _unpack_request(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
@@ -202,14 +192,8 @@ class RedisStore:
             FailedPreconditionError: A session with this name exists.
             GammarayError: As `StoreBounds.admitted`.
         """
-        name, packed = session.session_id, pack_request(request, session.prompt)
-        digest = digest_of(packed)
-        keys = [*self._keys.of(name), *self._keys.request(name, digest)]
-        args = [uuid.uuid4().hex, *await self._bounds.of(name), packed, room_of(session), *fields_of(session)]
-        epoch = await self._admitted(self._create, name, keys, [*self._common(name, digest), *args])
-        if epoch == 0:
-            raise FailedPreconditionError(f"session {name_of(name)} already exists")
-        session.epoch, session.digest = epoch, digest
+        if not await self._begin(session, request):
+            raise FailedPreconditionError(f"session {name_of(session.session_id)} already exists")
 
     async def next_turn(self, session: Session, request: bytes, before: StoredSession) -> None:
         """Begin the turn after `before`, which has finished; sets the session's epoch.
@@ -219,16 +203,26 @@ class RedisStore:
             NotFoundError: The session was deleted or has expired.
             GammarayError: As `StoreBounds.admitted`.
         """
+        if not await self._begin(session, request, before):
+            name = name_of(session.session_id)
+            raise FailedPreconditionError(f"session {name} has continued after turn {before.turn}")
+
+    async def _begin(self, session: Session, request: bytes, before: StoredSession | None = None) -> bool:
+        """Begin a session, or the turn after `before`; return whether the session is in the state for it."""
         name, packed = session.session_id, pack_request(request, session.prompt)
-        digest = digest_of(packed)
+        digest = hashlib.sha256(packed).hexdigest()[:32]  # a tenant's equal requests are stored once
         keys = [*self._keys.of(name), *self._keys.request(name, digest)]
-        keys += self._keys.request(name, before.digest)
-        args = [uuid.uuid4().hex, *await self._bounds.of(name), packed, room_of(session)]
-        args += [before.epoch, before.digest, *fields_of(session)]
-        epoch = await self._admitted(self._next_turn, name, keys, [*self._common(name, digest), *args])
-        if epoch == 0:
-            raise FailedPreconditionError(f"session {name_of(name)} has continued after turn {before.turn}")
-        session.epoch, session.digest = _checked(epoch, name), digest
+        room = session.max_tokens * TokenRecords(session.num_top_logprobs).size
+        args = [*self._common(name, digest), uuid.uuid4().hex, *await self._bounds.of(name), packed, room]
+        script = self._create
+        if before is not None:
+            script = self._next_turn
+            keys += self._keys.request(name, before.digest)
+            args += [before.epoch, before.digest]
+        epoch = await self._admitted(script, name, keys, [*args, *fields_of(session)])
+        if epoch != 0:
+            session.epoch, session.digest = _checked(epoch, name), digest
+        return epoch != 0
 
     def append(
         self,

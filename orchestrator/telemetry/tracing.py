@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span
+from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gammaray.aio import BackgroundTasks
@@ -102,21 +102,13 @@ class Tracing:
         assert self._tracer is not None
         assert self._ids is not None
         started_ns = time.time_ns()
-        parent = _parse(caller.traceparent, caller.tracestate)
-        span = self._tracer.start_span(
-            t.SPAN_GENERATE, context=parent or Context(), kind=SpanKind.SERVER, start_time=started_ns
-        )
+        given = {"traceparent": caller.traceparent, "tracestate": caller.tracestate}
+        parent = _PROPAGATOR.extract(given, Context())  # without a valid one, the span is a root
+        span = self._tracer.start_span(t.SPAN_GENERATE, parent, SpanKind.SERVER, start_time=started_ns)
         if not span.is_recording():
             return None
         span.set_attributes(_request_attributes(request, self._model_name))
         return SessionTrace(span, self._tracer, self._ids, started_ns)
-
-
-def _parse(traceparent: str, tracestate: str = "") -> Context | None:
-    if not traceparent:
-        return None
-    context = _PROPAGATOR.extract({"traceparent": traceparent, "tracestate": tracestate}, Context())
-    return context if get_current_span(context).get_span_context().is_valid else None
 
 
 def _request_attributes(request: GenerationRequest, model_name: str) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class Tokenizer:
         self._spelling = None if self._backend is None else spelling_of(self._backend)
         self._encoding: dict[tuple[str, bool], _SharedEncoding] = {}
 
-    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
+    def encode(self, text: str, *, is_start: bool = True) -> tuple[int, ...]:
         """Return the token ids of `text`; if `is_start`, with the tokenizer's special tokens added.
 
         Lone surrogates, which are invalid Unicode, raise InvalidArgumentError, here and below.
@@ -89,7 +89,7 @@ class Tokenizer:
         if self._marked_encoder is None:
             allowed = "texts without them: this model's tokenizer cannot encode them as text"
             raise InvalidArgumentError("messages", "a text with the name of a control token", allowed)
-        return tuple(self._encode(self._marked_encoder.backend, self._marked_encoder.named(prompt), True))
+        return self._encode(self._marked_encoder.backend, self._marked_encoder.named(prompt), True)
 
     @cached_property
     def _marked_encoder(self) -> Encoder | None:
@@ -99,7 +99,7 @@ class Tokenizer:
             _logger.exception("the texts of control tokens in messages will be refused")
             return None
 
-    def _encode(self, backend: Any, text: str, is_start: bool) -> list[int]:
+    def _encode(self, backend: Any, text: str, is_start: bool) -> tuple[int, ...]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -113,8 +113,8 @@ class Tokenizer:
             token_ids = backend.encode_batch_fast([text], add_special_tokens=is_start)[0].ids
         bos = self._tokenizer.bos_token_id
         if bos is not None and token_ids[:2] == [bos, bos]:
-            return token_ids[1:]  # a chat template has already added it
-        return token_ids
+            token_ids = token_ids[1:]  # a chat template has already added it
+        return tuple(token_ids)
 
     def min_tokens(self, text: str) -> int:
         """Return a lower bound of the tokens of a text, without tokenising it; 0 if none is known."""
@@ -131,7 +131,7 @@ class Tokenizer:
         """
         key = text, is_start
         if (shared := self._encoding.get(key)) is None:
-            work = asyncio.create_task(in_thread(self._encoded, text, is_start))
+            work = asyncio.create_task(in_thread(self.encode, text, is_start=is_start))
             shared = self._encoding[key] = _SharedEncoding(work)
         shared.num_callers += 1
         try:
@@ -150,11 +150,8 @@ class Tokenizer:
         if not isinstance(text, str):
             return text
         if len(text) < LONG_TEXT:
-            return self._encoded(text, is_start)
+            return self.encode(text, is_start=is_start)
         return await self.encode_long(text, is_start=is_start)
-
-    def _encoded(self, text: str, is_start: bool) -> tuple[int, ...]:
-        return tuple(self.encode(text, is_start=is_start))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, without special tokens."""
@@ -180,10 +177,9 @@ class Tokenizer:
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
+        definition = self._definition
         try:
-            return GrammarCompiler(self._definition, self.vocab_size, self.eos_token_ids)
-        except InvalidArgumentError:
-            raise
+            return GrammarCompiler(definition, self.vocab_size, self.eos_token_ids)
         except Exception as error:  # llguidance raises different ones
             raise _unusable(error) from error
 

@@ -16,7 +16,6 @@ from gammaray.aio import end_tasks
 from gammaray.blocks import MAX_ANSWER_BYTES
 from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
 from gammaray.security.tls import TlsFiles, dial
-from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.workers.backoff import AdaptiveTimeout, Backoff
 from orchestrator.workers.prefix_affinity import PrefixIndex
@@ -88,7 +87,8 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         self.backoff = Backoff()  # pauses the use of a worker that is connected but late
         self.timeout = AdaptiveTimeout()
         self.is_draining = False  # the worker shuts down: it answers calls in flight and takes no new ones
-        self.listeners: dict[str, Callable[[draft_pb.AheadProposal], None]] = {}  # by session
+        # What takes the messages about one session that answer no call, by session; None: no more will come.
+        self.listeners: dict[str, Callable[[Any], None]] = {}
         self._protocol = protocol
         self._check, self._on_change, self._tls = check, on_change, tls
         self.is_up = False  # whether calls can be made now
@@ -118,12 +118,18 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         """Send a block and wait up to `timeout_s` and a short grace for its answer; sets its `request_id`."""
         if not self.is_up:
             raise UnavailableError(f"the {self.role} worker at {self.address} is not connected")
-        loop = asyncio.get_running_loop()
-        request_id = block.request_id = next(self._ids)
-        future: asyncio.Future[ResultT] = loop.create_future()
-        self.pending[request_id] = future
+        block.request_id = next(self._ids)
         self._blocks.append(block)
         self._has_output.set()
+        return await self._answer(block.request_id, asyncio.get_running_loop().create_future(), timeout_s)
+
+    async def wait(self, message: asyncio.Future[ResultT], timeout_s: float) -> None:
+        """Wait for what the worker sends without another call; fails as `call` does."""
+        await self._answer(next(self._ids), message, timeout_s)
+
+    async def _answer(self, request_id: int, future: asyncio.Future[ResultT], timeout_s: float) -> ResultT:
+        self.pending[request_id] = future
+        loop = asyncio.get_running_loop()
         timer = loop.call_later(timeout_s + ANSWER_GRACE_S, self._expire, request_id, timeout_s)
         try:
             return await future
@@ -227,7 +233,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
                     self.backoff.note_late_answer()
                 elif not future.done():
                     future.set_result(result)
-            for ahead in self._protocol.ahead_of(frame):
+            for ahead in frame.ahead:
                 listener = self.listeners.get(ahead.session_id)
                 if listener is not None:
                     listener(ahead)
@@ -271,6 +277,8 @@ class WorkerConnection(Generic[BlockT, ResultT]):
             if not future.done():
                 message = f"the link to the {self.role} worker at {self.address} broke: {reason}"
                 future.set_exception(UnavailableError(message))
+        for listener in list(self.listeners.values()):
+            listener(None)
         self._on_change()
 
 

@@ -137,19 +137,15 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         if link is not self._link:
             super()._attach(session, link)
             self._prepared.expect_nothing()
-            link.listeners[session.session_id] = self._prepared.put
 
-    def _detach(self, session: Session) -> None:
-        if self._link is not None:
-            self._link.listeners.pop(session.session_id, None)
-        super()._detach(session)
+    def _listen(self, message: draft_pb.AheadProposal | None) -> None:
+        if message is not None:
+            self._prepared.put(message)
 
     def release(self, session: Session) -> None:
         if self._prefill is not None:
             self._prefill.cancel()
             self._prefill = None
-        if self._link is not None:
-            self._link.listeners.pop(session.session_id, None)
         super().release(session)
 
     def _suits(self, link: _DraftLink) -> bool:

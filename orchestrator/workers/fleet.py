@@ -60,12 +60,8 @@ class Fleet:
     @property
     def max_context(self) -> int | None:
         """Longest sequence that every connected target accepts, in tokens; None if none is connected."""
-        lengths = [
-            link.info.max_context
-            for link in self.targets.links.values()
-            if link.is_up and link.info is not None
-        ]
-        return min(lengths, default=None)
+        up = [link for link in self.targets.links.values() if link.is_up]
+        return min((info_of(link).max_context for link in up), default=None)
 
     @property
     def identities(self) -> set[str]:
@@ -141,7 +137,11 @@ class Fleet:
 
     def _check_vocabulary(self, role: str, info: WorkerInfo, known: set[str], what: str, whose: str) -> None:
         """Check that a worker speaks this protocol, and that its token ids mean the same tokens."""
-        _check_protocol(role, info)
+        if info.oldest_protocol > PROTOCOL or info.protocol < OLDEST_PROTOCOL:
+            raise FailedPreconditionError(
+                f"the {role} worker speaks versions {info.oldest_protocol} to {info.protocol} of the "
+                f"protocol, this orchestrator {OLDEST_PROTOCOL} to {PROTOCOL}: upgrade the older of the two"
+            )
         if info.vocab_size != self._vocab_size:
             got = f"{info.model} with {info.vocab_size} token ids"
             raise InvalidArgumentError(role, got, f"{what} with {whose} {self._vocab_size} token ids")
@@ -150,11 +150,3 @@ class Fleet:
             got = f"{info.model}, whose {info.vocab_size} token ids mean other tokens"
             allowed = f"{what} with {whose} vocabulary ({self._vocab_size} token ids)"
             raise InvalidArgumentError(role, got, allowed)
-
-
-def _check_protocol(role: str, info: WorkerInfo) -> None:
-    if info.oldest_protocol > PROTOCOL or info.protocol < OLDEST_PROTOCOL:
-        raise FailedPreconditionError(
-            f"the {role} worker speaks versions {info.oldest_protocol} to {info.protocol} of the protocol, "
-            f"this orchestrator {OLDEST_PROTOCOL} to {PROTOCOL}: upgrade the older of the two"
-        )

@@ -10,8 +10,8 @@ from typing import Generic
 from gammaray.aio import BackgroundTasks
 from gammaray.errors import GammarayError, UnavailableError
 from gammaray.security.tls import TlsFiles
-from gammaray.types import ProcessStatus
-from gammaray.wire.convert import values_of, worker_totals_from_proto
+from gammaray.types import ProcessStatus, WorkerTotals
+from gammaray.wire.convert import values_of
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.protocol import BlockT, ResultT, WorkerInfo, WorkerProtocol
 
@@ -138,7 +138,7 @@ class WorkerPool(Generic[BlockT, ResultT]):
             address=link.address,
             healthy=link.is_up,
             sessions=info.num_sessions,
-            worker_totals=worker_totals_from_proto(info.totals),
+            worker_totals=WorkerTotals(**values_of(info.totals, WorkerTotals)),
             clock_offset_s=link.clock_offset_s,
             **values_of(info, ProcessStatus),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from gammaray.blocks import Shape
 from gammaray.errors import GammarayError, InvalidArgumentError
@@ -117,20 +116,9 @@ class ProposalCache:
             return None
         proposal = proposal_from_proto(pb.Proposal.FromString(data), self._vocab_size)
         if proposal.parents is None:
-            return _cut(proposal, shape.depth)
+            return proposal if len(proposal) <= shape.depth else proposal.path(range(shape.depth))
         fits = proposal.depth <= shape.depth and len(proposal) <= max(shape.depth, shape.max_nodes)
         return proposal if fits else None
-
-
-def _cut(chain: Proposal, depth: int) -> Proposal:
-    if len(chain) <= depth:
-        return chain
-    distributions = chain.draft_distributions
-    return replace(
-        chain,
-        token_ids=chain.token_ids[:depth],
-        draft_distributions=None if distributions is None else distributions[:depth],
-    )
 
 
 def _rest(outcome: Sequence[int], emitted: Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -30,7 +30,6 @@ class WorkerProtocol(Generic[BlockT, ResultT]):
     open_stream: Callable[[grpc.aio.Channel], Any]  # bidirectional; carries the frames
     get_info: Callable[[grpc.aio.Channel, float], Awaitable[WorkerInfo]]  # with a timeout in seconds
     make_frame: Callable[[list[BlockT], list[pb.ReleaseSession]], Any]
-    ahead_of: Callable[[Any], Sequence[draft_pb.AheadProposal]]  # lookahead proposals of a response frame
 
 
 DRAFT: WorkerProtocol[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerProtocol(
@@ -40,7 +39,6 @@ DRAFT: WorkerProtocol[draft_pb.ProposeBlock, draft_pb.ProposeResult] = WorkerPro
         draft_pb.GetDraftInfoRequest(), timeout=timeout_s
     ),
     make_frame=lambda blocks, releases: draft_pb.ProposeRequest(blocks=blocks, releases=releases),
-    ahead_of=lambda frame: cast(Sequence[draft_pb.AheadProposal], frame.ahead),
 )
 
 TARGET: WorkerProtocol[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerProtocol(
@@ -50,5 +48,4 @@ TARGET: WorkerProtocol[target_pb.VerifyBlock, target_pb.VerifyResult] = WorkerPr
         target_pb.GetTargetInfoRequest(), timeout=timeout_s
     ),
     make_frame=lambda blocks, releases: target_pb.VerifyRequest(blocks=blocks, releases=releases),
-    ahead_of=lambda _: (),
 )

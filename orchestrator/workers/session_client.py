@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Generic
+from typing import Any, Generic
 
 import grpc
 from google.rpc import status_pb2
@@ -44,6 +44,7 @@ class WorkerSession(Generic[BlockT, ResultT]):
         if self._link is not None:
             if self._num_known > 0:
                 self._link.prefixes.add(self._keys(session))
+            self._stop_listening(session)
             self._link.release(session.session_id, session.epoch)
             self._link = None
 
@@ -70,12 +71,28 @@ class WorkerSession(Generic[BlockT, ResultT]):
             self.release(session)
             self._link, self._num_known = link, 0
             link.sessions.add(session.session_id)
+            self._start_listening(session, link)
 
     def _detach(self, session: Session) -> None:
         """Detach without a release; the worker evicts the session's cache itself, if it still runs."""
         if self._link is not None:
+            self._stop_listening(session)
             self._link.sessions.discard(session.session_id)
             self._link = None
+
+    def _listen(self, message: Any) -> None:
+        """Take what the worker prepared for the session; None: no more will come."""
+        raise NotImplementedError
+
+    def _start_listening(self, session: Session, link: WorkerConnection[BlockT, ResultT]) -> None:
+        before = link.listeners.get(session.session_id)
+        if before is not None and before != self._listen:
+            before(None)  # another owner of the session in this process
+        link.listeners[session.session_id] = self._listen
+
+    def _stop_listening(self, session: Session) -> None:
+        if self._link is not None and self._link.listeners.get(session.session_id) == self._listen:
+            del self._link.listeners[session.session_id]
 
     async def _ask(
         self,
@@ -100,7 +117,7 @@ class WorkerSession(Generic[BlockT, ResultT]):
                     call.answered(result)
                 outcome = result.WhichOneof("outcome")
                 if outcome == "error":
-                    raise _failure(link, result.error)
+                    raise failure_of(link, result.error)
                 if outcome != "need":
                     if self._num_known == 0:
                         link.prefixes.add(self._keys(session))
@@ -126,7 +143,7 @@ class WorkerSession(Generic[BlockT, ResultT]):
             block.spec.CopyFrom(self._spec)
 
 
-def _failure(link: WorkerConnection[BlockT, ResultT], error: pb.BlockError) -> GammarayError:
+def failure_of(link: WorkerConnection[BlockT, ResultT], error: pb.BlockError) -> GammarayError:
     """Return the error that a worker reports; InternalError if its code is unknown."""
     message = error.message[:MAX_MESSAGE]
     if error.code in _FAILURES:

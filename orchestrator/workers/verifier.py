@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gammaray.blocks import Verdict
+from gammaray.blocks import MAX_AHEAD, Verdict
 from gammaray.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -33,9 +33,10 @@ from orchestrator.cycle.protocols import Verifier
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import EMPTY, PLAIN, Draft, DraftHere
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
+from orchestrator.workers.ahead_tokens import CROWD, NOTHING, AheadCache
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.session_client import WorkerSession
+from orchestrator.workers.session_client import WorkerSession, failure_of
 
 TRIES = 5
 """Attempts per cycle that may be answered with CANCELLED before the session fails."""
@@ -175,6 +176,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     def __init__(self, pool: TargetPool, spec: pb.SessionSpec, *, timeout_s: float, wait_s: float) -> None:
         super().__init__(pool, spec)
         self._timeout_s, self._wait_s = timeout_s, wait_s
+        self._ahead = AheadCache()
         self._identity = ""
         self._grammars = grammar_identity() if spec.sampling.grammar else ""
 
@@ -208,8 +210,11 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             sent, path = _sent(draft, takes_trees=session.takes_trees)
             start = time.monotonic()
             try:
+                if (verdict := await self._decoded_ahead(session, link)) is not None:
+                    return verdict
                 timeout_s = self._timeout_s + (session.num_committed - self._num_known) * PREFILL_TOKEN_S
-                result = await self._ask(session, link, timeout_s, partial(_block, session, sent))
+                block = partial(self._block, session, link, sent)
+                result = await self._ask(session, link, timeout_s, block)
             except (UnavailableError, DeadlineExceededError) as error:
                 session.left_s(0)  # raises past the caller's deadline: failover would not help
                 self._leave(session, link, error, time.monotonic() - start)
@@ -220,6 +225,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 await asyncio.sleep(pause_s)
                 continue
             link.backoff.succeeded()
+            if not result.is_followed:
+                self._ahead.expect(NOTHING, 0)
             # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             verdict = _verdict(session, link, result, sent, path)
@@ -233,6 +240,41 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             if session.num_emitted == 0:
                 session.num_cached = min(result.timing.cached_tokens, len(session.prompt))
             return verdict
+
+    def _block(self, session: Session, link: TargetLink, draft: Draft) -> target_pb.VerifyBlock:
+        is_ahead = session.is_plain and len(link.sessions) >= CROWD
+        block = _block(session, draft, min(MAX_AHEAD, session.remaining - 1) if is_ahead else 0)
+        self._ahead.expect(block if block.num_ahead else NOTHING, session.num_committed + 1)
+        if block.num_ahead:  # another owner in this process may have taken its place
+            self._start_listening(session, link)
+        return block
+
+    async def _decoded_ahead(self, session: Session, link: TargetLink) -> Verdict | None:
+        """Return what the worker has decoded ahead, after waiting for it if it is on its way."""
+        ahead = self._ahead
+        if not ahead.follow(session.num_committed):
+            return None
+        if (arrival := ahead.arrival()) is not None:
+            await link.wait(arrival, session.left_s(self._timeout_s))
+        has_logprobs = session.num_top_logprobs is not None
+        verdict = ahead.take(info_of(link).vocab_size, has_logprobs=has_logprobs)
+        if verdict is None and ahead.error is not None:
+            error = ahead.error
+            ahead.expect(NOTHING, 0)
+            raise failure_of(link, error)
+        if verdict is not None:
+            self._num_known = session.num_committed
+            if session.calls is not None:
+                session.calls(link.role, link.address).answered(ahead.last)
+        return verdict
+
+    def _listen(self, message: target_pb.AheadTokens | None) -> None:
+        self._ahead.put(message)
+
+    def _attach(self, session: Session, link: TargetLink) -> None:
+        if link is not self._link:
+            self._ahead.expect(NOTHING, 0)
+        super()._attach(session, link)
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:
         """Return the worker in use if it is usable, else another one of the session's model."""
@@ -282,13 +324,14 @@ def _sent(draft: Draft, *, takes_trees: bool) -> tuple[Draft, tuple[int, ...] | 
     return draft.path(path), path
 
 
-def _block(session: Session, draft: Draft) -> target_pb.VerifyBlock:
+def _block(session: Session, draft: Draft, num_ahead: int) -> target_pb.VerifyBlock:
     shape, proposal = (draft.shape, EMPTY) if isinstance(draft, DraftHere) else (PLAIN, draft)
     head = target_pb.HeadDraft(gamma=shape.depth, max_nodes=shape.max_nodes) if session.uses_head else None
     return target_pb.VerifyBlock(
         head=head,
         proposal=proposal_to_proto(proposal),
         num_top_logprobs=session.num_top_logprobs,
+        num_ahead=num_ahead,
         num_prompt_logprobs=session.num_prompt_logprobs if session.lacks_prompt_logprobs else None,
     )
 
@@ -301,9 +344,9 @@ def _verdict(
     path: tuple[int, ...] | None,
 ) -> Verdict:
     """Return the verdict of a result, on the nodes of the whole draft, after validating it."""
-    vocab_size = link.info.vocab_size if link.info is not None else 0
+    has_logprobs = session.num_top_logprobs is not None
     try:
-        verdict = verdict_from_proto(result, vocab_size, has_logprobs=session.num_top_logprobs is not None)
+        verdict = verdict_from_proto(result, info_of(link).vocab_size, has_logprobs=has_logprobs)
     except InternalError as error:
         raise InternalError(f"target worker at {link.address}: {error}") from None
     verified = verdict.drafted or EMPTY if isinstance(sent, DraftHere) else sent
@@ -318,10 +361,7 @@ def _verdict(
 
 def _prompt_logprobs(session: Session, link: TargetLink, verdict: target_pb.Verdict) -> PromptLogprobs:
     found = prompt_logprobs_from_proto(verdict.prompt_logprobs, session.prompt)
-    vocab_size = link.info.vocab_size if link.info is not None else 0
-    if (
-        found.num_top > (session.num_prompt_logprobs or 0)
-        or max(found.top_token_ids, default=0) >= vocab_size
-    ):
+    is_known = max(found.top_token_ids, default=0) < info_of(link).vocab_size
+    if found.num_top > (session.num_prompt_logprobs or 0) or not is_known:
         raise InternalError(f"the target worker at {link.address} sent invalid log-probabilities")
     return found

@@ -5,12 +5,6 @@ import sys
 from gammaray.config import DraftSettings
 from services.process.main import run
 
-
-def main() -> int:
-    """Read the settings, serve until a signal, return the exit status."""
-    # The worker is imported late, so that a wrong option is reported before the model libraries are loaded.
-    return run("services.draft_worker", DraftSettings, "services.draft_worker.worker:DraftWorker")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    # The worker is imported late, so that a wrong option is reported before the model libraries are loaded.
+    sys.exit(run("services.draft_worker", DraftSettings, "services.draft_worker.worker:DraftWorker"))

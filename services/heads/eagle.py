@@ -13,9 +13,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From query, key and value [1, heads, rows, head_dim] to the mixed values [1, rows, heads, head_dim]."""
@@ -26,23 +30,24 @@ class EagleConfig:
     """Shape and variant of a head."""
 
     taps: tuple[int, ...]  # the hidden states that it reads, by the ids of `Engine.tap`
-    hidden_size: int  # width of the head
     target_hidden_size: int  # width of each state that it reads
-    intermediate_size: int  # width of its MLP
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int  # number of the target's token ids
-    num_outputs: int  # rows of the output matrix; below `vocab_size` for a reduced vocabulary
-    norm_eps: float  # of all norms of the head
-    rope: LlamaConfig  # configuration from which the rotary embedding is made
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    num_outputs: int  # rows of the output matrix; below the target's token ids for a reduced vocabulary
+    layer: LlamaConfig  # of its one layer, its norms and its embedding of the target's token ids
     has_head_norms: bool = False  # whether queries and keys are normalised, as in Qwen3
     norm_before_fc: bool = False  # whether all states are normalised together before they are fused
     fc_norm: bool = False  # whether each state is normalised on its own before they are fused
     norm_before_residual: bool = False  # whether the residual begins with the normalised feature
     norm_output: bool = False  # whether the normalised state stands in for the next feature
+
+    @property
+    def head_dim(self) -> int:
+        assert self.layer.head_dim is not None  # transformers has set it
+        return self.layer.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        assert self.layer.num_key_value_heads is not None  # as well
+        return self.layer.num_key_value_heads
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:
@@ -51,31 +56,20 @@ def _normed(x: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype)
 
 
-class _Norm(nn.Module):
-    """Root mean square norm, computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self._eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * _normed(x, self._eps)
-
-
 class _Attention(nn.Module):
     """Projections of the attention; the mixing itself is the caller's."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        bias, dim = config.attention_bias, config.head_dim
-        width = 2 * config.hidden_size  # the embedding and the feature side by side
-        self.q_proj = nn.Linear(width, config.num_heads * dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=bias)
+        layer, dim = config.layer, config.head_dim
+        size, num_heads, bias = layer.hidden_size, layer.num_attention_heads, layer.attention_bias
+        # The embedding and the feature are side by side.
+        self.q_proj = nn.Linear(2 * size, num_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(2 * size, config.num_kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(2 * size, config.num_kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(num_heads * dim, size, bias=bias)
         if config.has_head_norms:
-            self.q_norm, self.k_norm = _Norm(dim, config.norm_eps), _Norm(dim, config.norm_eps)
+            self.q_norm, self.k_norm = (LlamaRMSNorm(dim, layer.rms_norm_eps) for _ in range(2))
         self._has_head_norms, self._dim = config.has_head_norms, dim
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -88,29 +82,17 @@ class _Attention(nn.Module):
         return mixed
 
 
-class _Mlp(nn.Module):
-    def __init__(self, narrow: int, wide: int, *, bias: bool) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(narrow, wide, bias=bias)
-        self.up_proj = nn.Linear(narrow, wide, bias=bias)
-        self.down_proj = nn.Linear(wide, narrow, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
 class EagleLayer(nn.Module):
     """The one layer of a head."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.norm_eps
+        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
         self._config = config
-        self.input_layernorm, self.hidden_norm = _Norm(size, eps), _Norm(size, eps)
+        self.input_layernorm, self.hidden_norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
         self.self_attn = _Attention(config)
-        self.post_attention_layernorm = _Norm(size, eps)
-        self.mlp = _Mlp(size, config.intermediate_size, bias=config.mlp_bias)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
+        self.mlp = LlamaMLP(config.layer)  # type: ignore[no-untyped-call]
 
     def forward(self, embedded: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         normed = self.hidden_norm(feature)
@@ -127,26 +109,28 @@ class EagleHead(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
-        size, eps, num_taps = config.hidden_size, config.norm_eps, len(config.taps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        size, eps, num_taps = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.taps)
+        self.embed_tokens = nn.Embedding(config.layer.vocab_size, size)
         width = num_taps * config.target_hidden_size
         self.fc = nn.Linear(width, size, bias=False)
         if config.norm_before_fc:
-            self.input_norm = _Norm(width, eps)
+            self.input_norm = LlamaRMSNorm(width, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(_Norm(config.target_hidden_size, eps) for _ in range(num_taps))
+            self.fc_norm = nn.ModuleList(
+                LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(num_taps)
+            )
         self.layers = nn.ModuleList([EagleLayer(config)])
-        self.norm = _Norm(size, eps)
+        self.norm = LlamaRMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.num_outputs, bias=False)
-        self.rotary = LlamaRotaryEmbedding(config.rope)
+        self.rotary = LlamaRotaryEmbedding(config.layer)
 
     def fuse(self, states: Tensor, fc: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return features [..., hidden_size] from the target's states [..., taps, target_hidden_size]."""
         config = self.config
         if config.fc_norm:
-            norms = cast("Iterable[_Norm]", self.fc_norm)
+            norms = cast("Iterable[LlamaRMSNorm]", self.fc_norm)
             weights = torch.stack([norm.weight for norm in norms])
-            states = weights * _normed(states, config.norm_eps)
+            states = weights * _normed(states, config.layer.rms_norm_eps)
         flat = states.flatten(-2)
         if config.norm_before_fc:
             flat = self.input_norm(flat)

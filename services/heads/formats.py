@@ -160,37 +160,28 @@ def _config(
 ) -> EagleConfig:
     """Return the configuration of a head whose one layer is described in transformers' words."""
     try:
-        rope = LlamaConfig(**{key: value for key, value in layer.items() if key != "model_type"})
+        own = LlamaConfig(**{key: value for key, value in layer.items() if key != "model_type"})
     except Exception as error:  # transformers raises different ones
         raise UnsupportedModelError(name, f"its configuration cannot be read: {error}") from error
-    check_fields(name, rope.to_dict())
+    check_fields(name, own.to_dict())
     if layer.get("num_hidden_layers", 1) != 1:
         raise UnsupportedModelError(name, f"it has {layer['num_hidden_layers']} layers; served is one")
-    if rope.hidden_act != "silu":
-        raise UnsupportedModelError(name, f"its hidden_act is {rope.hidden_act!r}; served is 'silu'")
+    if own.hidden_act != "silu":
+        raise UnsupportedModelError(name, f"its hidden_act is {own.hidden_act!r}; served is 'silu'")
     if "sliding_attention" in (layer.get("layer_types") or ()):
         raise UnsupportedModelError(name, "its attention slides, which is not served")
     if taps is None:
         depth = target.num_hidden_layers
         taps = (2, depth // 2, depth - 3)
-    head_dim = rope.head_dim or rope.hidden_size // rope.num_attention_heads
-    check_head_dim(name, head_dim)
-    return EagleConfig(
+    config = EagleConfig(
         taps=tuple(_numbers(name, taps)),
-        hidden_size=rope.hidden_size,
-        target_hidden_size=stored.get("target_hidden_size") or rope.hidden_size,
-        intermediate_size=rope.intermediate_size,
-        num_heads=rope.num_attention_heads,
-        num_kv_heads=rope.num_key_value_heads or rope.num_attention_heads,
-        head_dim=head_dim,
-        vocab_size=rope.vocab_size,
-        num_outputs=stored.get("draft_vocab_size") or rope.vocab_size,
-        norm_eps=rope.rms_norm_eps,
-        rope=rope,
-        attention_bias=rope.attention_bias,
-        mlp_bias=rope.mlp_bias,
+        target_hidden_size=stored.get("target_hidden_size") or own.hidden_size,
+        num_outputs=stored.get("draft_vocab_size") or own.vocab_size,
+        layer=own,
         **variant,
     )
+    check_head_dim(name, config.head_dim)
+    return config
 
 
 def _checked(name: str, config: EagleConfig, target: PretrainedConfig) -> EagleConfig:
@@ -198,8 +189,8 @@ def _checked(name: str, config: EagleConfig, target: PretrainedConfig) -> EagleC
         width = config.target_hidden_size
         reason = f"it reads states of width {width}, the target's are {target.hidden_size}"
         raise UnsupportedModelError(name, reason)
-    if config.vocab_size != target.vocab_size:
-        reason = f"it is for {config.vocab_size} token ids, the target has {target.vocab_size}"
+    if (vocab_size := config.layer.vocab_size) != target.vocab_size:
+        reason = f"it is for {vocab_size} token ids, the target has {target.vocab_size}"
         raise UnsupportedModelError(name, reason)
     if not config.taps or any(not 0 <= tap <= target.num_hidden_layers for tap in config.taps):
         taps, allowed = list(config.taps), f"[0, {target.num_hidden_layers}]"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from services.engine.core.batch import Batch, Taps
 from services.engine.core.kv_cache import CacheShape
 from services.engine.core.quantised import QuantisedMatrix, quantised_matrices
-from services.engine.native.bindings import BatchArguments, LayerWeights, ModelWeights
+from services.engine.native.bindings import LayerWeights, ModelWeights
 from services.engine.native.library import kernel_threads, load_kernel
 from services.engine.native.runner import NativeRunner
 from services.engine.native.weights import MAX_HEAD_DIM, NativeModel, Packer, check_layout
@@ -57,7 +57,7 @@ class HeadKernelRunner(NativeRunner):
         config = head.config
         self.head, self.target_taps = head, config.taps
         self._fc = KernelMap(head.fc, self.model.kernel, quantised)
-        self._states = HeadStates(2 * config.num_kv_heads, config.head_dim, config.hidden_size)
+        self._states = HeadStates(2 * config.num_kv_heads, config.head_dim, config.layer.hidden_size)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -68,7 +68,7 @@ class HeadKernelRunner(NativeRunner):
         return self.head.fuse(states.float(), self._fc)
 
     def forward(self, batch: Batch) -> Tensor:
-        self._features = self._states.features(batch)  # the kernel reads them
+        self._features = self._states.features(batch)
         states = self._tap_state(batch)
         logits = super().forward(batch)
         self._states.keep(batch, states)
@@ -83,12 +83,9 @@ class HeadKernelRunner(NativeRunner):
         self._states.keep(batch, states)
         return result
 
-    def _begin(self, batch: Batch, arguments: BatchArguments) -> None:
-        arguments.feature = self._features.data_ptr()
-
     def _tap_state(self, batch: Batch) -> Tensor:
         """Let the next forward record the last state of each row; return them, [rows, hidden_size]."""
-        states = torch.empty(len(batch.token_ids), 1, self.head.config.hidden_size)
+        states = torch.empty(len(batch.token_ids), 1, self.head.config.layer.hidden_size)
         batch.taps = Taps((1,), states)
         return states[:, 0]
 
@@ -98,7 +95,7 @@ def _packed(
 ) -> NativeModel:
     library = load_kernel().library
     assert library is not None
-    config = head.config
+    config, shape = head.config, head.config.layer
     num_outputs, head_dim = config.num_outputs, config.head_dim
     model = NativeModel(library, ModelWeights(), num_outputs, head_dim, head.rotary, max_context)
     packer = Packer(library, model.kept, quantised)
@@ -108,10 +105,10 @@ def _packed(
     layers = (LayerWeights * 1)(packer.layer(layer, norms, None))
     model.kept.append(layers)
     weights = model.weights
-    weights.hidden, weights.intermediate = config.hidden_size, config.intermediate_size
-    weights.heads, weights.kv_heads = config.num_heads, config.num_kv_heads
+    weights.hidden, weights.intermediate = shape.hidden_size, shape.intermediate_size
+    weights.heads, weights.kv_heads = shape.num_attention_heads, config.num_kv_heads
     weights.head_dim, weights.layers = head_dim, 1
-    weights.scaling, weights.norm_eps = head_dim**-0.5, config.norm_eps
+    weights.scaling, weights.norm_eps = head_dim**-0.5, shape.rms_norm_eps
     weights.embedding, weights.embedding_scale = packer.embedding(head.embed_tokens.weight)
     weights.head, weights.layer, weights.is_head = packer.maps(head.lm_head), layers, True
     weights.last_norm = packer.vector(head.norm.weight)

@@ -47,8 +47,9 @@ def load_head(name: str, target: str, like: EagleHead | None = None) -> tuple[Ea
     if not tensors:
         raise UnsupportedModelError(name, "it has no weights in safetensors")
     weights = {_ours(key): read_tensor(name, folder, key) for key in tensors if key not in _UNUSED}
-    count = config.num_outputs if "d2t" in weights or config.num_outputs != config.vocab_size else None
-    target_ids = check_token_map(name, count, config.vocab_size, weights.pop("d2t", None))
+    vocab_size = config.layer.vocab_size
+    count = config.num_outputs if "d2t" in weights or config.num_outputs != vocab_size else None
+    target_ids = check_token_map(name, count, vocab_size, weights.pop("d2t", None))
     with torch.device("meta"):
         head = EagleHead(config)
     if _EMBEDDING not in weights:
@@ -60,7 +61,7 @@ def load_head(name: str, target: str, like: EagleHead | None = None) -> tuple[Ea
         weights[_HEAD] = target_tensor(name, target, "output matrix")
     check_weights(name, head.state_dict(), weights)
     with torch.device("cpu"):
-        rotary = type(head.rotary)(config.rope)  # its buffers are no weights
+        rotary = type(head.rotary)(config.layer)  # its buffers are no weights
         check_rotary(name, rotary, config.head_dim)
     head.load_state_dict({key: tensor.float() for key, tensor in weights.items()}, assign=True)
     head.rotary = rotary

@@ -29,7 +29,7 @@ class HeadRunner(Runner):
     def __init__(self, head: EagleHead) -> None:
         config = head.config
         self.head, self.target_taps = head, config.taps
-        self._states = HeadStates(config.num_kv_heads, 2 * config.head_dim, config.hidden_size)
+        self._states = HeadStates(config.num_kv_heads, 2 * config.head_dim, config.layer.hidden_size)
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -64,7 +64,6 @@ def head_engine(
     *,
     name: str,
     max_context: int,
-    budget_bytes: int = HEAD_CACHE_BYTES,
     weights: str = "auto",
     uses_kernel: bool = True,
 ) -> Engine:
@@ -72,7 +71,6 @@ def head_engine(
 
     Args:
         target_ids: The target's token of each row of its output; None: row i is token i.
-        budget_bytes: Upper bound of the caches of all sessions.
         weights: "auto" or "int8", which needs the compiled kernel.
         uses_kernel: Whether to use the compiled kernel where it covers the head.
     """
@@ -84,13 +82,13 @@ def head_engine(
     engine = Engine(
         runner,
         runner.cache_shape,
-        budget_bytes,
+        HEAD_CACHE_BYTES,
         model_name=name,
-        vocab_size=head.config.vocab_size,
+        vocab_size=head.config.layer.vocab_size,
         max_context=max_context,
         kernel=f"none: {obstacle}" if obstacle else load_kernel().variant,
     )
-    engine.draft_for(DraftFormat(head.config.vocab_size, None, target_ids))
+    engine.draft_for(DraftFormat(head.config.layer.vocab_size, None, target_ids))
     _check(engine, head.config)
     return engine
 

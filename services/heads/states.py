@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -37,14 +35,6 @@ class HeadStates:
         parts = [self.of_first(segment, segment.count) for segment in batch.segments]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
-    def before(self, segment: Segment, rows: Sequence[int]) -> Tensor:
-        """Return the cached states of the tokens before rows of a segment, [rows, size], contiguous."""
-        slots = [_slot_before(segment, row) for row in rows]
-        if any(not segment.cache.first <= slot < segment.slot for slot in slots):
-            raise ValueError("features: a token has none, and the state before it was not computed")
-        kept = segment.cache.data[1:, :, slots]  # [layers, rows, slots, dim]
-        return kept.permute(2, 0, 1, 3).flatten(1)[:, : self._size].contiguous()
-
     def keep(self, batch: Batch, states: Tensor) -> None:
         """Write the states of a batch's rows, [rows, size], to their slots."""
         width = self._state_layers * self._rows * self._dim
@@ -61,7 +51,11 @@ class HeadStates:
         num_features = 0 if features is None else len(features)
         parts = [] if features is None else [features.to(like.device, like.dtype)]
         if num_features < count:
-            parts.append(self.before(segment, range(num_features, count)))
+            slots = [_slot_before(segment, row) for row in range(num_features, count)]
+            if any(not segment.cache.first <= slot < segment.slot for slot in slots):
+                raise ValueError("features: a token has none, and the state before it was not computed")
+            kept = like[1:, :, slots]  # [layers, rows, slots, dim]
+            parts.append(kept.permute(2, 0, 1, 3).flatten(1)[:, : self._size])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 from gammaray.config import WorkerSettings, parse_adapters
@@ -54,9 +54,7 @@ def run(
         print(f"python -m {prog}: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    module, _, name = worker.partition(":")
-    worker_class = getattr(importlib.import_module(module), name)
-    serving = _serve(prog, worker_class(settings))
+    serving = _serve(prog, resolve_name(worker)(settings))
     try:
         import uvloop
     except ImportError:

@@ -79,10 +79,6 @@ class GrpcServer:
         for name in self._names:
             await self._health.set(name, status)
 
-    async def stop(self, grace_s: float) -> None:
-        """Close the port; calls that are still open after `grace_s` seconds are cancelled."""
-        await self.server.stop(grace_s)
-
 
 def check_serving(settings: WorkerSettings, host: str = "") -> None:
     """Refuse settings of addresses, TLS and Redis that a worker cannot serve with, before it loads a model.

@@ -27,7 +27,6 @@ from services.scheduling.scheduler import Scheduler
 from services.streaming.engine_thread import EngineThread
 from services.streaming.messages import Model
 from services.streaming.streams import Streams
-from services.streaming.tracing import BlockTracer
 
 _CLOSE_GRACE_S = 0.5  # for streams without pending blocks to end after the drain
 _STEP_TIMEOUT_S = 30.0
@@ -94,7 +93,6 @@ class Worker(ABC, Generic[SettingsT]):
         assert self._model is not None
         assert self.engine.scheduler is not None
         self._telemetry = Telemetry(self.role)
-        tracer = BlockTracer(self._telemetry.tracer) if self._telemetry.tracer is not None else None
         # Loaded objects live as long as the process: exclude them from garbage collection during cycles.
         gc.collect()
         gc.freeze()
@@ -106,7 +104,7 @@ class Worker(ABC, Generic[SettingsT]):
             kernel=self._model.kernel,
         )
         self._model = replace(self._model, metrics_address=self._metrics.address)
-        self.streams = Streams(self.engine, tracer)
+        self.streams = Streams(self.engine, self._telemetry.tracer)
         self._server = GrpcServer([self.service_name], tls_files(settings))
         self._add_servicer(self._server.server, self.streams, self._model)
         self.address = await self._server.start(settings.listen)
@@ -144,7 +142,7 @@ class Worker(ABC, Generic[SettingsT]):
         if self.streams is not None:
             is_clean = await self.streams.drain(DRAIN_TIMEOUT_S)
         if self._server is not None:
-            await self._server.stop(_CLOSE_GRACE_S)
+            await self._server.server.stop(_CLOSE_GRACE_S)
         if self.engine.is_alive and not self._is_lost:
             is_clean = await self.engine.stop(_STEP_TIMEOUT_S) and is_clean
         if self._metrics is not None:
@@ -168,7 +166,7 @@ class Worker(ABC, Generic[SettingsT]):
         await self._server.set_serving(False)
         if self._announcer is not None:
             await self._announcer.withdraw()
-        await self._server.stop(0)
+        await self._server.server.stop(0)
         self.ended.set()
 
     def _load(self) -> Scheduler[Any]:

@@ -208,6 +208,12 @@ class BlockQueue(Generic[TaskT, WorkT]):
         del self.running[work.task.session_id]
         self._reply(work.task, outcome, work.timing)
 
+    def send(self, work: WorkT, outcome: object) -> None:
+        """Send a part of what a block gets; the rest counts as another block, which arrives now."""
+        self._reply(work.task, outcome, work.timing)
+        work.task.arrived, work.timing = time.monotonic(), Timing()
+        self.running[work.task.session_id] = self.running.pop(work.task.session_id)  # oldest first
+
     def drop(self, work: WorkT, error: GammarayError) -> None:
         """Answer a block that the engine need not compute any more."""
         self._withdraw(work)
@@ -216,7 +222,8 @@ class BlockQueue(Generic[TaskT, WorkT]):
     def _reply(self, task: TaskT, outcome: object, timing: Timing | None = None) -> None:
         self._block_s += time.monotonic() - task.arrived
         outcome = None if task.is_notice else outcome
-        self.replies.append((task, Reply(task.request_id, task.session_id, outcome, timing or Timing())))
+        reply = Reply(task.request_id, task.session_id, outcome, timing or Timing(), task.is_ahead)
+        self.replies.append((task, reply))
 
     def take_replies(self) -> list[tuple[TaskT, Reply]]:
         """Return the answers of a step that ends."""
@@ -233,7 +240,8 @@ class BlockQueue(Generic[TaskT, WorkT]):
 
     def _newest_epoch(self, session_id: str) -> int:
         waiting = max((task.epoch for task in self.waiting.get(session_id, ())), default=0)
-        return max(waiting, self.sessions.epoch(session_id))
+        session = self.sessions.find(session_id)
+        return waiting if session is None else max(waiting, session.epoch)
 
     def fail_all(self, error: GammarayError) -> None:
         """Answer every block with `error` and drop every session."""

@@ -12,6 +12,7 @@ import torch
 from gammaray.errors import FailedPreconditionError, GammarayError, InvalidArgumentError
 from gammaray.grammar.matcher import GrammarState
 from gammaray.types import SamplingParams
+from services.engine.core.session_cache import common_prefix
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import NeedTokens, SessionSpec, Task
@@ -100,11 +101,7 @@ class SessionCopy:
 
     def merge(self, start: int, context: list[int]) -> None:
         """Make `tokens` end with `context` at `start`, keeping tokens that agree and dropping the rest."""
-        same = 0
-        for ours, theirs in zip(self.tokens[start : start + len(context)], context, strict=False):
-            if ours != theirs:
-                break
-            same += 1
+        same = common_prefix(self.tokens[start : start + len(context)], context)
         self.changed_from = start + same
         self.truncate(start + same)
         self.tokens += context[same:]
@@ -182,11 +179,6 @@ class SessionTable:
     def find(self, session_id: str) -> SessionCopy | None:
         """Return a session; None for an unknown one."""
         return self._sessions.get(session_id)
-
-    def epoch(self, session_id: str) -> int:
-        """Return the newest epoch seen for a session, 0 for an unknown one."""
-        session = self._sessions.get(session_id)
-        return session.epoch if session is not None else 0
 
     def drop(self, session_id: str) -> None:
         """Forget a session; an unknown one is ignored."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gammaray.blocks import Shape
+from gammaray.blocks import Shape, TokenLogprobs
 from gammaray.checks import MAX_TOKEN_IDS
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.grammar.matcher import GrammarState
@@ -80,11 +80,7 @@ class Task:
     traceparent: str = ""  # of the calling span; empty when the session is not sampled
     grammar: GrammarState | None = None  # before the first token; None without one, or before it is compiled
     is_notice: bool = False  # whether the caller has a proposal already and does not wait for an answer
-
-    @property
-    def reads_anew(self) -> bool:
-        """Whether all committed tokens must be fed because their logits are needed, cached or not."""
-        return False
+    is_ahead: bool = False  # whether the block was answered, and what follows is decoded ahead
 
     @property
     def num_ids(self) -> int:
@@ -116,9 +112,11 @@ class VerifyTask(Task):
     num_top_logprobs: int | None  # alternatives per emitted token; None: no log-probabilities
     num_prompt_logprobs: int | None = None  # the same for each token of the prompt
     head: Shape | None = None  # what the head drafts first; depth 0: nothing; None: no states are kept either
+    num_ahead: int = 0  # tokens that are decoded after the answer, before they are asked for; an upper bound
 
     @property
     def reads_anew(self) -> bool:
+        """Whether all committed tokens must be fed because their logits are needed, cached or not."""
         return self.num_prompt_logprobs is not None
 
 
@@ -148,6 +146,17 @@ class Prepared:
     task: ProposeTask
     token_ids: Sequence[int]
     proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class AheadTokens:
+    """Tokens that follow those of an answer, each drawn plainly before it was asked for."""
+
+    task: VerifyTask
+    base_position: int  # absolute position of the first one
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()  # one per token if the task has them
+    is_last: bool = False  # whether no more will come without another block
 
 
 @dataclass(slots=True)
@@ -190,3 +199,4 @@ class Reply:
     session_id: str
     outcome: NeedTokens | GammarayError | Any
     timing: Timing = field(default_factory=Timing)
+    is_ahead: bool = False  # whether it follows the answer

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Collection, Coroutine
 from dataclasses import asdict
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import ray.util
@@ -43,8 +43,7 @@ class WorkerReplica:
         if cores:
             bind_cores(cores)
         here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # ray has no types here
-        module, _, name = _WORKERS[role].partition(":")
-        self.worker: Worker[Any] = getattr(importlib.import_module(module), name)(settings, here)
+        self.worker: Worker[Any] = resolve_name(_WORKERS[role])(settings, here)
         try:
             await self.worker.start()
         except BaseException:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from gammaray.config import ScalingSettings
 from gammaray.deploy.serve_config import SHRINK_MARGIN
@@ -49,9 +50,8 @@ class Pool:
         return sum(report.in_flight for report in self.reports)
 
     def mean(self, name: str) -> float:
-        """Return the mean of a field of the reports; 0 without reports."""
-        values = [getattr(report, name) for report in self.reports]
-        return sum(values) / len(values) if values else 0.0
+        """Return the mean of a field of the reports, of which there is one or more."""
+        return fmean(getattr(report, name) for report in self.reports)
 
     def clip(self, number: int) -> int:
         """Clamp a number of workers to the bounds, and to the current one while workers start or stop."""

@@ -10,7 +10,7 @@ and asks for it. `prepare` drafts in that time; `draft` then reads what is there
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import c_int32
 from dataclasses import replace
 
@@ -23,9 +23,9 @@ from services.engine.core.batch import SequenceInput
 from services.engine.core.device import raise_if_lost
 from services.engine.core.session_cache import common_prefix
 from services.engine.engine import Engine
-from services.scheduling.metrics import NO_FIRST_TOKENS
 from services.scheduling.sessions import SessionCopy
 from services.speculation.drafting import PendingProposal
+from services.speculation.fixed_head import Head
 from services.speculation.predictor import DraftModel
 from services.speculation.session import Speculation
 
@@ -40,23 +40,10 @@ _TOP_K, _WEIGHT_BITS = 64, 24
 """Rejection: support of a distribution and bits of its weights' sum; large, as nothing is sent."""
 
 
-class TargetHead:
-    """What drafts in a target worker for its sessions; this base class proposes nothing."""
+class TargetHead(Head):
+    """What drafts for the sessions of our own engine; this base class proposes nothing."""
 
     taps: Sequence[int] = ()  # the target's hidden states that `take` expects, by the ids of `Engine.tap`
-    first_tokens: Mapping[tuple[str, str], int] = NO_FIRST_TOKENS  # by arm and outcome
-
-    def close(self) -> None:
-        """End the threads and processes that were started."""
-
-    def end(self, session: SessionCopy) -> None:
-        """Forget a session that has ended."""
-
-    def forget(self, session_id: str) -> None:
-        """Delete what is kept of an ended session."""
-
-    def take(self, session_id: str, start: int, states: Tensor) -> None:
-        """Keep the states [positions, taps, hidden_size] of committed positions, from `start` on."""
 
     def draft(self, requests: Sequence[Request]) -> list[Proposal]:
         """Return a proposal for each session, empty where there can be none or the drafter fails.

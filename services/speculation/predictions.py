@@ -7,7 +7,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -95,20 +94,29 @@ def entropy_estimate(distribution: SparseDistribution) -> float:
     return max(0.0, 1.0 - math.sqrt(ENTROPY_FACTOR * max(0.0, entropy)))
 
 
-class Prediction(Protocol):
-    """The draft's prediction of the token after one node; `NOTHING` if it can propose none."""
+class Prediction:
+    """The draft's prediction of the token after one node; the base class predicts none."""
 
-    distribution: SparseDistribution | None
+    __slots__ = ()
+
+    distribution: SparseDistribution | None = None
     """Distribution that `choose` draws from, where verification needs it."""
 
     def choose(self, base: int) -> int:
         """Return the next token of the proposal of the cycle at `base`."""
+        raise ValueError("there is no token to choose")
 
     def confidence(self, base: int) -> float:
         """Return the draft's estimate of the probability that `choose(base)` is accepted."""
+        return 0.0
 
     def guesses(self, base: int | None) -> Sequence[Guess]:
         """Return the target's likely tokens, best first, if `choose(base)` is tested; base None: no test."""
+        return ()
+
+
+NOTHING = Prediction()
+"""The prediction where the draft model has no token that the sampling parameters allow: a proposal ends."""
 
 
 def draw_temperature(temperature: float) -> float:
@@ -196,12 +204,10 @@ class _GumbelBatch:
         return guesses
 
 
-class _CoupledPrediction:
+class _CoupledPrediction(Prediction):
     """Coupled and greedy: the choice is the best guess and does not depend on the base."""
 
     __slots__ = ("_batch", "_index")
-
-    distribution: SparseDistribution | None = None
 
     def __init__(self, batch: _GumbelBatch, index: int) -> None:
         self._batch, self._index = batch, index
@@ -216,7 +222,7 @@ class _CoupledPrediction:
         return self._batch.guesses(self._index)
 
 
-class _RejectionPrediction:
+class _RejectionPrediction(Prediction):
     """Rejection and block: a draw from the shipped distribution, independent for each base."""
 
     __slots__ = ("_choice", "_draft", "_noise", "_position", "distribution")
@@ -248,12 +254,10 @@ class _RejectionPrediction:
         return sorted([(chosen, accepted), *scaled], key=lambda guess: guess[1], reverse=True)
 
 
-class _NaivePrediction:
+class _NaivePrediction(Prediction):
     """Naive: a draw with noise unknown to the target, independent for each base."""
 
     __slots__ = ("_choice", "_log_probs", "_noise", "_position", "_token_ids")
-
-    distribution: SparseDistribution | None = None
 
     def __init__(self, log_probs: Tensor, noise: Noise, position: int, token_ids: Tensor | None) -> None:
         self._log_probs, self._noise, self._position = log_probs, noise, position
@@ -276,24 +280,3 @@ class _NaivePrediction:
             bits = self._noise.draft_bits(base, self._position, _NAIVE_BITS)
             self._choice = base, sample_dense(self._log_probs, bits, _NAIVE_BITS)
         return self._choice[1]
-
-
-class _NothingPrediction:
-    """No token: a proposal ends before it."""
-
-    __slots__ = ()
-
-    distribution: SparseDistribution | None = None
-
-    def choose(self, base: int) -> int:
-        raise ValueError("there is no token to choose")
-
-    def confidence(self, base: int) -> float:
-        return 0.0
-
-    def guesses(self, base: int | None) -> Sequence[Guess]:
-        return ()
-
-
-NOTHING: Prediction = _NothingPrediction()
-"""The prediction where the draft model has no token that the sampling parameters allow."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.engine import Engine
-from services.engine.sampling.edits import LogitEdits
+from services.engine.sampling.edits import LogitEdits, counts_tokens
 from services.engine.sampling.logits import processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.scheduling.sessions import SessionCopy
@@ -150,17 +150,6 @@ def draft_params(spec: SessionSpec) -> SamplingParams | None:
         return params
     plain: Any = SamplingParams(seed=params.seed, sample_index=params.sample_index)
     return None if params == plain else params
-
-
-def counts_tokens(params: SamplingParams) -> bool:
-    """Whether the processed distribution depends on the preceding tokens."""
-    return bool(
-        params.grammar
-        or params.min_tokens
-        or params.repetition_penalty != 1
-        or params.frequency_penalty
-        or params.presence_penalty
-    )
 
 
 def edited_log_probs(

@@ -21,9 +21,6 @@ from services.speculation.predictor import DraftModel, Predictor
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node, SpeculationTree
 
-MAX_CUT_SHARE = 0.25
-"""Share of runs that filters may cut short; a session above it drafts one forward at a time."""
-
 
 class Speculation:
     """The speculation tree below a session's committed tokens.
@@ -47,7 +44,6 @@ class Speculation:
         self._is_rejected = False
         self.is_continued = False
         self._spec: SessionSpec | None = None
-        self._cut_share = 0.0
         self.begin()
 
     def begin(self) -> None:
@@ -211,7 +207,7 @@ class Speculation:
         engine, predictor = self._engine, self._predictor
         is_tip = nodes[0] is self.tree.root or self.tree.feeds_chain(nodes)
         has_largest = predictor.is_gumbel_max and not predictor.counts_tokens and self._context is None
-        return is_tip and engine.can_chain and has_largest and self._cut_share <= MAX_CUT_SHARE
+        return is_tip and engine.can_chain and has_largest
 
     def run(
         self, feed: SequenceInput, count: int, *, stop: c_int32 | None = None, is_idle: bool = False
@@ -240,17 +236,15 @@ class Speculation:
         for token_id in token_ids[1:]:
             nodes.append(nodes[-1].child(token_id))
         self._predict_after(nodes, logits)
-        self._cut_share *= 0.9
         for index, (before, fed) in enumerate(itertools.pairwise(nodes)):
             if before.prediction and before.prediction.choose(before.position + 1) != fed.token_id:
                 for rejected in nodes[index + 1 :]:
                     rejected.prediction = None
                 del nodes[index + 1 :]
                 self._engine.truncate(self.session.session_id, fed.position)
-                self._cut_share += 0.1
                 break
         for fed in nodes:
-            self._note_fed([fed])
+            self.tree.fed([fed])
 
     def open(self, nodes: Sequence[Node], logits: Tensor) -> None:
         """Apply the logits of nodes just fed; the root is allowed only on its own.
@@ -260,11 +254,11 @@ class Speculation:
             logits: [nodes, vocab_size]; of a parallel draft those after the node and after each of its masks.
         """
         if not self.is_parallel:
-            self._note_fed(nodes)
+            self.tree.fed(nodes)
             self._predict_after(nodes, logits)
             return
         (node,) = nodes
-        self._note_fed(nodes if node is self.tree.root else self._unfed(node))
+        self.tree.fed(nodes if node is self.tree.root else self._unfed(node))
         self._engine.truncate(self.session.session_id, self.tree.chain_length, len(self.tree.off_chain))
         node.prediction, *node.block = self._block(node, logits)
 
@@ -279,12 +273,6 @@ class Speculation:
             predictions += self._predictor.predict(row[None], [position], lambda: [path])
             path.append(predictions[-1].choose(node.position + 1))  # the draft's own choices count, too
         return predictions
-
-    def _note_fed(self, nodes: Sequence[Node]) -> None:
-        if nodes[0] is self.tree.root:
-            self.tree.root_fed()
-        else:
-            self.tree.fed(nodes)
 
     def _predict_after(self, nodes: Sequence[Node], logits: Tensor) -> None:
         positions = [node.position + 1 for node in nodes]

@@ -100,10 +100,6 @@ class SpeculationTree:
             node = following
         return node
 
-    def root_fed(self) -> None:
-        """Note that the committed tokens were fed, and nothing after them."""
-        self.root.place, self.chain_length, self.off_chain = IN_CHAIN, self.base, []
-
     def feeds_chain(self, nodes: Sequence[Node]) -> bool:
         """Whether feeding these nodes extends the engine's chain, which is the cheapest feed."""
         parent = nodes[0].parent
@@ -123,14 +119,16 @@ class SpeculationTree:
         return parents
 
     def fed(self, nodes: Sequence[Node]) -> None:
-        """Note that these nodes were fed."""
-        if self.feeds_chain(nodes):
+        """Note that these nodes were fed; the root alone: the committed tokens, and nothing after them."""
+        if nodes[0] is self.root:
+            self.root.place, self.chain_length, self.off_chain = IN_CHAIN, self.base, []
+        elif self.feeds_chain(nodes):
             nodes[0].place = IN_CHAIN
             self.chain_length += 1
-            return
-        for node in nodes:
-            node.place = len(self.off_chain)
-            self.off_chain.append(node)
+        else:
+            for node in nodes:
+                node.place = len(self.off_chain)
+                self.off_chain.append(node)
 
     def clear(self) -> None:
         """Break the reference cycles of all nodes, so that their memory is freed at once."""

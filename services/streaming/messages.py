@@ -15,7 +15,7 @@ from gammaray.v1 import types_pb2
 from gammaray.wire.convert import sampling_from_proto
 from gammaray.wire.enums import method_from_proto
 from services.scheduling.scheduler import Scheduler
-from services.scheduling.tasks import NeedTokens, Reply, SessionSpec
+from services.scheduling.tasks import NeedTokens, Reply, SessionSpec, Timing
 from services.streaming.engine_thread import EngineThread
 from services.streaming.streams import Deliver
 from services.streaming.tracing import sampled_parent
@@ -72,20 +72,30 @@ def fill_result(result: Any, reply: Reply) -> None:
     """Write the fields that VerifyResult and ProposeResult share: ids, need, error and timing."""
     result.request_id = reply.request_id
     result.session_id = reply.session_id
-    outcome, timing = reply.outcome, reply.timing
+    outcome = reply.outcome
     if isinstance(outcome, NeedTokens):
         # A position of 0 is the default and not encoded: mark the message as present.
         result.need.SetInParent()
         result.need.position = outcome.position
     elif isinstance(outcome, GammarayError):
-        result.error.code = outcome.status.value[0]
-        result.error.message = str(outcome)
-    result.timing.queue_us = min(timing.queue_us, _MAX_UINT32)
-    result.timing.compute_us = min(timing.compute_us, _MAX_UINT32)
-    result.timing.forward_us = min(timing.forward_us, _MAX_UINT32)
-    result.timing.batch_size = timing.batch_size
-    result.timing.batch_tokens, result.timing.batch_rows = timing.batch_tokens, timing.batch_rows
-    result.timing.cached_tokens = timing.cached_tokens
+        fill_error(result.error, outcome)
+    fill_timing(result.timing, reply.timing)
+
+
+def fill_error(message: types_pb2.BlockError, error: GammarayError) -> None:
+    """Write an error into an empty message."""
+    message.code = error.status.value[0]
+    message.message = str(error)
+
+
+def fill_timing(message: types_pb2.WorkerTiming, timing: Timing) -> None:
+    """Write a timing into an empty message."""
+    message.queue_us = min(timing.queue_us, _MAX_UINT32)
+    message.compute_us = min(timing.compute_us, _MAX_UINT32)
+    message.forward_us = min(timing.forward_us, _MAX_UINT32)
+    message.batch_size = timing.batch_size
+    message.batch_tokens, message.batch_rows = timing.batch_tokens, timing.batch_rows
+    message.cached_tokens = timing.cached_tokens
 
 
 async def describe(model: Model, engine: EngineThread) -> dict[str, Any]:

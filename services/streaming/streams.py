@@ -13,11 +13,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
+from opentelemetry.trace import Tracer
+
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
 from services.scheduling.tasks import Release, Reply, Task
 from services.streaming.engine_thread import EngineThread
 from services.streaming.submission import Submission
-from services.streaming.tracing import BlockTracer
+from services.streaming.tracing import record_answer
 
 MAX_IN_FLIGHT = 4096
 """Blocks of one stream that wait or run; more are refused, so that a client cannot exhaust the memory."""
@@ -47,7 +49,7 @@ class Streams:
         open_streams: The streams that are being served.
     """
 
-    def __init__(self, engine: EngineThread, tracer: BlockTracer | None = None) -> None:
+    def __init__(self, engine: EngineThread, tracer: Tracer | None = None) -> None:
         self.submission, self.tracer = Submission(engine), tracer
         self.engine = engine
         self.is_leaving = self.is_draining = False
@@ -204,4 +206,4 @@ class BlockStream:
         self._pending.discard(task)
         self._streams.num_ids -= task.num_ids
         if task.traceparent and self._streams.tracer is not None:
-            self._streams.tracer.answered(task, reply)
+            record_answer(self._streams.tracer, task, reply)

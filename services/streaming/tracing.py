@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
-)
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
@@ -23,9 +15,7 @@ from gammaray.telemetry import names as t
 from gammaray.types import Proposal
 from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, Task, VerifyTask
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
-
+_PROPAGATOR = TraceContextTextMapPropagator()
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
 
 
@@ -34,72 +24,50 @@ def sampled_parent(traceparent: str) -> str:
     return traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
 
 
-class BlockTracer:
-    """Creates the spans of blocks."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-
-    def answered(self, task: Task, reply: Reply) -> None:
-        """Record that a block of a sampled session was answered now."""
-        end_ns, took_s = time.time_ns(), time.monotonic() - task.arrived
-        span = self._tracer.start_span(
-            t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
-            context=_parent(task.traceparent),
-            kind=SpanKind.CONSUMER if task.is_notice else SpanKind.SERVER,
-            attributes=_values(task, reply),
-            start_time=end_ns - round(took_s * 1e9),
-        )
-        if isinstance(reply.outcome, GammarayError):
-            span.set_attribute(t.ERROR_TYPE, type(reply.outcome).__name__)
-            span.set_status(Status(StatusCode.ERROR))
-        span.end(end_ns)
+def record_answer(tracer: Tracer, task: Task, reply: Reply) -> None:
+    """Record the span of a block of a sampled session that was answered now."""
+    end_ns, took_s = time.time_ns(), time.monotonic() - task.arrived
+    span = tracer.start_span(
+        t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
+        context=_PROPAGATOR.extract({"traceparent": task.traceparent}, Context()),
+        kind=SpanKind.CONSUMER if task.is_notice else SpanKind.SERVER,
+        attributes=_attributes(task, reply),
+        start_time=end_ns - round(took_s * 1e9),
+    )
+    if isinstance(reply.outcome, GammarayError):
+        span.set_attribute(t.ERROR_TYPE, type(reply.outcome).__name__)
+        span.set_status(Status(StatusCode.ERROR))
+    span.end(end_ns)
 
 
-def _parent(traceparent: str) -> Context:
-    trace_id, span_id = int(traceparent[3:35], 16), int(traceparent[36:52], 16)
-    context = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-    return set_span_in_context(NonRecordingSpan(context), Context())
-
-
-def _values(task: Task, reply: Reply) -> dict[str, str | bool | int | float]:
+def _attributes(task: Task, reply: Reply) -> dict[str, str | bool | int | float]:
     timing, outcome = reply.timing, reply.outcome
     values: dict[str, str | bool | int | float] = {
         t.SESSION_ID: task.session_id,
+        t.EPOCH: task.epoch,
+        t.BASE_POSITION: task.base_position,
         t.QUEUE_MS: timing.queue_us / 1e3,
         t.COMPUTE_MS: timing.compute_us / 1e3,
         t.FORWARD_MS: timing.forward_us / 1e3,
-        **_counts(task, reply),
-    }
-    if isinstance(task, ProposeTask):
-        is_hit = isinstance(outcome, Proposal) and len(outcome) > 0 and timing.num_forwards == 0
-        values[t.DRAFT_AHEAD_HIT] = is_hit or task.is_notice
-    elif isinstance(outcome, Verdict):
-        values[t.NEXT_ORIGIN] = outcome.next_origin.value
-    if timing.head_us:
-        values[t.HEAD_MS] = timing.head_us / 1e3
-    if timing.mask_us:
-        values[t.MASK_MS] = timing.mask_us / 1e3
-    return values
-
-
-def _counts(task: Task, reply: Reply) -> dict[str, int]:
-    timing, outcome = reply.timing, reply.outcome
-    counts: dict[str, int] = {
-        t.EPOCH: task.epoch,
-        t.BASE_POSITION: task.base_position,
         t.STEPS: timing.num_forwards,
         t.BATCH_SIZE: timing.batch_size,
         t.BATCH_TOKENS: timing.batch_tokens,
         t.DRAFTED: len(outcome) if isinstance(outcome, Proposal) else 0,
     }
     if isinstance(task, ProposeTask):
-        counts[t.GAMMA] = task.shape.depth
+        is_hit = isinstance(outcome, Proposal) and len(outcome) > 0 and timing.num_forwards == 0
+        values[t.DRAFT_AHEAD_HIT] = is_hit or task.is_notice
+        values[t.GAMMA] = task.shape.depth
     if isinstance(outcome, NeedTokens):
-        counts[t.NEEDS_FROM] = outcome.position
+        values[t.NEEDS_FROM] = outcome.position
     elif isinstance(task, VerifyTask):
-        counts[t.DRAFTED] = len(task.proposal)
-        if isinstance(outcome, Verdict):
-            counts[t.TESTED] = outcome.num_tested
-            counts[t.ACCEPTED] = len(outcome.accepted_path)
-    return counts
+        values[t.DRAFTED] = len(task.proposal)
+    if isinstance(outcome, Verdict):
+        values[t.NEXT_ORIGIN] = outcome.next_origin.value
+        values[t.TESTED] = outcome.num_tested
+        values[t.ACCEPTED] = len(outcome.accepted_path)
+    if timing.head_us:
+        values[t.HEAD_MS] = timing.head_us / 1e3
+    if timing.mask_us:
+        values[t.MASK_MS] = timing.mask_us / 1e3
+    return values

@@ -5,12 +5,6 @@ import sys
 from gammaray.config import TargetSettings
 from services.process.main import run
 
-
-def main() -> int:
-    """Read the settings, serve until a signal, return the exit status."""
-    # The worker is imported late, so that a wrong option is reported before the model libraries are loaded.
-    return run("services.target_worker", TargetSettings, "services.target_worker.worker:TargetWorker")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    # The worker is imported late, so that a wrong option is reported before the model libraries are loaded.
+    sys.exit(run("services.target_worker", TargetSettings, "services.target_worker.worker:TargetWorker"))

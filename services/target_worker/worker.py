@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
 import grpc
 
-from gammaray.blocks import Verdict
+from gammaray.blocks import MAX_AHEAD, Verdict
 from gammaray.checks import check_int
 from gammaray.config import TargetSettings
-from gammaray.errors import InvalidArgumentError, ModelChangedError
+from gammaray.errors import GammarayError, InvalidArgumentError, ModelChangedError
 from gammaray.grammar.matcher import grammar_identity
 from gammaray.types import MAX_NODES, MAX_TOP_LOGPROBS, check_prompt_logprobs
 from gammaray.v1 import target_service_pb2, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as pb
-from gammaray.wire.blocks import fill_verdict, proposal_from_proto, proposal_to_proto, shape_from_proto
+from gammaray.wire.blocks import (
+    add_logprobs,
+    fill_verdict,
+    proposal_from_proto,
+    proposal_to_proto,
+    shape_from_proto,
+)
 from services.engines.choice import choose
 from services.engines.interface import Served
 from services.process.server import guarded
 from services.process.worker import Worker
-from services.scheduling.tasks import Reply, VerifyTask
-from services.streaming.messages import Model, describe, fill_result, task_fields
+from services.scheduling.tasks import AheadTokens, Reply, VerifyTask
+from services.streaming.messages import Model, describe, fill_error, fill_result, fill_timing, task_fields
 from services.streaming.streams import Deliver, Streams
 
 DEFAULT_TIMEOUT_MS = 60_000
@@ -42,7 +48,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
         frames = self._streams.serve(request_iterator, self._parse)
         async with guarded(context), aclosing(frames):
             async for replies in frames:
-                yield pb.VerifyResponse(results=map(_result, replies), is_draining=self._streams.is_leaving)
+                yield _response(replies, is_draining=self._streams.is_leaving)
 
     async def GetTargetInfo(
         self, request: pb.GetTargetInfoRequest, context: grpc.aio.ServicerContext
@@ -82,6 +88,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             num_top_logprobs=num_top,
             num_prompt_logprobs=num_prompt,
             head=head,
+            num_ahead=min(block.num_ahead, MAX_AHEAD, max(0, model.max_context - block.base_position)),
         )
         task.validate(model.vocab_size, model.max_context)
         end = task.base_position + proposal.depth
@@ -102,11 +109,37 @@ def check_identity(block: pb.VerifyBlock, model: Model) -> None:
         raise InvalidArgumentError("spec.adapter", adapter, allowed)
 
 
+def _response(replies: Sequence[Reply], *, is_draining: bool) -> pb.VerifyResponse:
+    response = pb.VerifyResponse(is_draining=is_draining)
+    for reply in replies:
+        if reply.is_ahead:
+            response.ahead.append(_ahead(reply))
+        else:
+            response.results.append(_result(reply))
+    return response
+
+
+def _ahead(reply: Reply) -> pb.AheadTokens:
+    """Return tokens that were decoded ahead, or the error that ended them."""
+    message, tokens = pb.AheadTokens(request_id=reply.request_id, session_id=reply.session_id), reply.outcome
+    fill_timing(message.timing, reply.timing)
+    if isinstance(tokens, AheadTokens):
+        message.base_position, message.is_last = tokens.base_position, tokens.is_last
+        message.token_ids.extend(tokens.token_ids)
+        add_logprobs(message.logprobs, tokens.logprobs)
+    else:
+        assert isinstance(tokens, GammarayError)
+        message.is_last = True
+        fill_error(message.error, tokens)
+    return message
+
+
 def _result(reply: Reply) -> pb.VerifyResult:
     result = pb.VerifyResult()
     fill_result(result, reply)
     if isinstance(reply.outcome, Verdict):
         fill_verdict(result.verdict, reply.outcome)
+        result.is_followed = reply.outcome.is_followed
         if reply.outcome.drafted is not None:
             result.drafted.CopyFrom(proposal_to_proto(reply.outcome.drafted))
             result.is_prepared = reply.outcome.drafted.is_prepared

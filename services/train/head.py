@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,10 +35,12 @@ States: TypeAlias = Callable[[Items[Sequence]], list[Tensor]]
 """Returns the target's states of sequences, each bfloat16 [tokens, taps, hidden_size]."""
 
 _LAYER_TYPES = ("llama", "mistral", "qwen2", "smollm3")
-_CONFIG_KEYS = (
+_SHAPE_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "hidden_act"),
+    *("head_dim", "rms_norm_eps"),
 )
+_CONFIG_KEYS = (*_SHAPE_KEYS, "max_position_embeddings", "rope_parameters", "hidden_act")
+_shape_of = attrgetter(*_SHAPE_KEYS, "attention_bias", "mlp_bias")
 
 
 class TrainableHead(Trainable):
@@ -62,16 +65,9 @@ class TrainableHead(Trainable):
         layer = LlamaConfig(**stored, num_hidden_layers=1, tie_word_embeddings=False)
         self.config = EagleConfig(
             taps=tuple(taps),
-            hidden_size=layer.hidden_size,
             target_hidden_size=layer.hidden_size,
-            intermediate_size=layer.intermediate_size,
-            num_heads=layer.num_attention_heads,
-            num_kv_heads=layer.num_key_value_heads or layer.num_attention_heads,
-            head_dim=layer.head_dim or layer.hidden_size // layer.num_attention_heads,
-            vocab_size=layer.vocab_size,
             num_outputs=len(target_ids),
-            norm_eps=layer.rms_norm_eps,
-            rope=layer,
+            layer=layer,
             fc_norm=True,
         )
         self.module = EagleHead(self.config)
@@ -82,7 +78,7 @@ class TrainableHead(Trainable):
         """Copy the target's last layer; what it adds, and reads of the embedding, is small at first."""
         model: Any = target
         decoder = model.get_decoder()
-        last, module, size = decoder.layers[-1], self.module, self.config.hidden_size
+        last, module, size = decoder.layers[-1], self.module, self.config.layer.hidden_size
         layer: Any = module.layers[0]
         module.fc.weight.normal_(std=_SPREAD / len(self.config.taps))
         module.fc.weight[:, -size:] += torch.eye(size)  # of the last state
@@ -109,12 +105,14 @@ class TrainableHead(Trainable):
 
     def start_from(self, init: str, target: str) -> None:
         head, ids = load_head(init, target)
-        if ids is None or replace(head.config, rope=self.config.rope) != self.config:
+        layer, own = head.config.layer, self.config.layer
+        is_alike = replace(head.config, layer=own) == self.config and _shape_of(layer) == _shape_of(own)
+        if ids is None or not is_alike:
             shape = f"on layers {list(self.config.taps)} with {len(self.target_ids)} tokens"
             raise InvalidArgumentError("init", init, f"a head of its kind {shape}")
         self.take_ids(ids)
-        own = self.module.state_dict()
-        self.module.load_state_dict({key: value for key, value in head.state_dict().items() if key in own})
+        names = self.module.state_dict().keys()
+        self.module.load_state_dict({key: value for key, value in head.state_dict().items() if key in names})
 
     @property
     def head(self) -> Tensor:
@@ -144,7 +142,7 @@ class TrainableHead(Trainable):
     def save(self, folder: Path, identity: dict[str, str], name: str, card: dict[str, Any]) -> int:
         config, ids = self.config, self.target_ids.cpu()
         weights = {**self.module.state_dict(), "d2t": ids - torch.arange(len(ids))}
-        layer = config.rope.to_diff_dict() | {"model_type": "llama", "num_hidden_layers": 1}
+        layer = config.layer.to_diff_dict() | {"model_type": "llama", "num_hidden_layers": 1}
         stored = {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",

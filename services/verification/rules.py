@@ -43,6 +43,8 @@ from torch import Tensor
 from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
+from services.engine.core.batch import is_chain
+from services.engine.sampling.edits import row_paths
 from services.engine.sampling.noise import Noise
 
 
@@ -67,7 +69,7 @@ def verify(
         InvalidArgumentError: A tree with a method that supports chains only.
         InternalError: The target's log-probabilities are not numbers.
     """
-    if method is not VerificationMethod.COUPLED and not _is_chain(proposal):
+    if method is not VerificationMethod.COUPLED and not is_chain(proposal.parents):
         raise InvalidArgumentError("proposal.parents", "a tree", f"a chain with {method.value} verification")
     if params.temperature == 0:
         return walk(best_tokens(log_probs), proposal)
@@ -77,10 +79,9 @@ def verify(
     if method is VerificationMethod.BLOCK:
         return _verify_block(log_probs, proposal, noise, base_position)
     draw = noise.gumbel if method is VerificationMethod.COUPLED else noise.independent_gumbel
-    depths = row_depths(proposal)
-    rows = draw(base_position, max(depths) + 1)
+    rows = draw(base_position, proposal.depth + 1)
     if proposal.parents is not None:
-        rows = rows[torch.tensor(depths, device=rows.device)]
+        rows = rows[torch.tensor(row_depths(proposal), device=rows.device)]
     return walk(best_tokens(log_probs + rows), proposal)
 
 
@@ -260,10 +261,6 @@ def make_verdict(path: Sequence[int], token_id: int, *, failed: bool) -> Verdict
     return Verdict(tuple(path), token_id, origin, len(path) + failed)
 
 
-def _is_chain(proposal: Proposal) -> bool:
-    return proposal.parents is None or proposal.parents == tuple(range(-1, len(proposal) - 1))
-
-
 def children_of(proposal: Proposal, row: int) -> list[int]:
     """Return the nodes that follow a row."""
     if proposal.parents is None:
@@ -273,9 +270,4 @@ def children_of(proposal: Proposal, row: int) -> list[int]:
 
 def row_depths(proposal: Proposal) -> list[int]:
     """Return the number of proposed tokens before each row's own token, [len(proposal) + 1]."""
-    if proposal.parents is None:
-        return list(range(len(proposal) + 1))
-    depths = [0]
-    for parent in proposal.parents:
-        depths.append(depths[parent + 1] + 1)
-    return depths
+    return [len(path) for path in row_paths(proposal)]

@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from gammaray.errors import CancelledError, GammarayError
 from gammaray.types import Proposal, SparseDistribution, VerificationMethod
+from services.engine.core.errors import EngineLostError
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import compute_masks
 from services.scheduling.scheduler import BlockQueue
@@ -140,7 +141,8 @@ class VllmDraftScheduler:
         self.queue.fail_all(error)
         for session_id in list(self._ahead):
             self._drop_ahead(session_id)
-        self.engine.recover()
+        if not isinstance(error, EngineLostError):
+            self.engine.recover()
 
     def check(self) -> None:
         self.engine.check()

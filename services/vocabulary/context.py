@@ -33,11 +33,6 @@ class ContextTranslation:
         self._segments = [(0, len(self.tokens))]
         self._num_read = 0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the text has more tokens than the limit, so that it is not translated to its end."""
-        return len(self.tokens) > self._limit
-
     def follow(self, token_ids: Sequence[int], changed_from: int) -> int:
         """Translate the target's tokens; those before `changed_from` are as in the last call.
 
@@ -69,7 +64,7 @@ class ContextTranslation:
                 text = spelling
             else:
                 text += spelling
-            if self.is_full:
+            if len(self.tokens) > self._limit:
                 return
         self.tokens += self._draft.encode(text)
 

@@ -39,6 +39,7 @@ def chaos(stage: Stage, plan: Iterable[Trouble], streams: int) -> Measured:
 
 @pytest.mark.e2e
 @pytest.mark.kills
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_chaos_loses_repeats_and_changes_no_token():
     several = [("redis",), ("redis", "target"), ("proxy", "orchestrator", "draft")]

@@ -249,6 +249,7 @@ def kinds(node):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("variant", [{}, EVERYTHING, UNDRAFTED], ids=["default", "everything", "no drafts"])
 @pytest.mark.parametrize("with_empty", [False, True])
 def test_every_string_stays_a_string(variant, with_empty):

@@ -76,12 +76,6 @@ def smoke(receipt_keys):
             yield cluster
 
 
-@pytest.fixture
-def http(smoke):
-    with smoke.openai() as client:
-        yield client
-
-
 def two_orchestrators(cluster: Cluster) -> list[psutil.Process]:
     """Wait until the cluster has recovered from the previous test, and return its two orchestrators.
 
@@ -135,44 +129,32 @@ def test_only_the_documented_ports_listen_beyond_loopback(smoke):
     assert eventually(lambda: replicas in found() <= documented), found()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_do_not_depend_on_gamma(smoke, temperature):
-    options = {"temperature": temperature, "seed": 1, "max_tokens": 64, "ignore_eos": True}
-    with Client(smoke.grpc) as client:
-        plain = client.complete(PROMPT, gamma=0, **options)
-        fixed = undisturbed(lambda: client.complete(PROMPT, gamma=4, **options), is_without_model)
-        adaptive = client.complete(PROMPT, gamma="adaptive", **options)
-        streamed = [token for chunk in client.generate(PROMPT, **options) for token in chunk.tokens]
-    expected = [token.token_id for token in plain.tokens]
-    assert len(expected) == 64
-    for tokens in (fixed.tokens, adaptive.tokens, streamed):
-        assert [token.token_id for token in tokens] == expected
-    assert (plain.summary.drafted_tokens, plain.summary.cycles) == (0, 64)
-    assert fixed.summary.accepted_tokens > 0
+def test_torch_is_loaded_by_workers_only(smoke):
+    """It takes seconds of a start, and 130 MB of each process that imports it."""
+
+    def has_torch(process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return any("libtorch" in library.path for library in process.memory_maps())
+        return False
+
+    names = {command[0] for process, command in smoke.commands() if has_torch(process)}
+    assert sorted(name.rpartition(":")[2] for name in names) == ["DraftWorker", "TargetWorker"]
 
 
-def test_chat_streams_what_it_answers(http):
-    options = {"model": "demo", "messages": MESSAGES, "max_tokens": 24, "seed": 5}
-    whole = http.chat.completions.create(**options)
-    chunks = list(http.chat.completions.create(**options, stream=True))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert text == whole.choices[0].message.content != ""
-    assert chunks[-1].gammaray["token_ids"] == whole.gammaray["token_ids"]
-
-
-def test_json_schema_and_tool_call_are_valid(http):
+def test_json_schema_and_tool_call_are_valid(smoke):
     options = {"model": "", "messages": MESSAGES, "seed": 1, "max_tokens": 128}
-    answer = http.chat.completions.parse(**options, response_format=Weather)
-    assert isinstance(answer.choices[0].message.parsed, Weather)
-    tool = openai.pydantic_function_tool(Weather)
-    named = {"type": "function", "function": {"name": "Weather"}}
-    (choice,) = http.chat.completions.parse(**options, tools=[tool], tool_choice=named).choices
-    (call,) = choice.message.tool_calls
-    assert choice.finish_reason == "tool_calls"
-    assert isinstance(call.function.parsed_arguments, Weather)
-    with http.chat.completions.stream(**options, tools=[tool], tool_choice=named) as stream:
-        deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
-    assert "".join(delta.arguments_delta for delta in deltas) == call.function.arguments
+    with smoke.openai() as http:
+        answer = http.chat.completions.parse(**options, response_format=Weather)
+        assert isinstance(answer.choices[0].message.parsed, Weather)
+        tool = openai.pydantic_function_tool(Weather)
+        named = {"type": "function", "function": {"name": "Weather"}}
+        (choice,) = http.chat.completions.parse(**options, tools=[tool], tool_choice=named).choices
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls"
+        assert isinstance(call.function.parsed_arguments, Weather)
+        with http.chat.completions.stream(**options, tools=[tool], tool_choice=named) as stream:
+            deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        assert "".join(delta.arguments_delta for delta in deltas) == call.function.arguments
 
 
 async def test_session_calls_reach_any_orchestrator(smoke):
@@ -304,8 +286,11 @@ def test_no_process_outlives_a_killed_launcher(smoke):
     """This is the last test that needs the cluster."""
     below = smoke.processes()
     assert len(below) > 6
+    (redis,) = [process for process, command in smoke.commands() if "valkey-server" in command[0]]
+    directory = Path(redis.cwd()).parent
     # The guardian knows Ray's processes by the mark, whatever they do to their titles.
     assert [process for process in below if is_unmarked(process)] == []
     smoke.launcher.send_signal(signal.SIGKILL)
     smoke.launcher.wait(STOP_TIMEOUT_S)
     assert wait_until_gone(below, STOP_TIMEOUT_S) == []
+    assert eventually(lambda: not directory.exists(), STOP_TIMEOUT_S)

@@ -13,10 +13,14 @@ class Campaign:
     """Counts responses and records violations."""
 
     def __init__(self, seconds: float, seed: int) -> None:
-        self._ends_at, self._seed = time.monotonic() + seconds, seed
+        self.begin(seconds, seed)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.wrong: deque[str] = deque(maxlen=MAX_KEPT)
         self.num_wrong = 0
+
+    def begin(self, seconds: float, seed: int) -> None:
+        """Begin the next part of the run, which has its own time and choices."""
+        self._ends_at, self._seed = time.monotonic() + seconds, seed
 
     @property
     def is_over(self) -> bool:
@@ -54,6 +58,10 @@ class Campaign:
             await work
         except Exception as error:
             self.blame(f"{name} broke: {type(error).__name__}: {error}")
+
+    def __str__(self) -> str:
+        wrong = [f"WRONG ({self.num_wrong}):", *self.wrong]
+        return "\n".join([self.table(), "", *(wrong if self.num_wrong else ["clean"])])
 
     def table(self) -> str:
         rows = []

@@ -1,7 +1,6 @@
 """The fuzzers together, against one cluster."""
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -9,8 +8,8 @@ import httpx
 
 from gammaray import Client
 from orchestrator.launcher.redis_server import RedisServer
-from tests.fuzz.campaign import Campaign, columns
-from tests.fuzz.census import Holding, Process, growth, settled
+from tests.fuzz.campaign import Campaign
+from tests.fuzz.census import growth, settled
 from tests.fuzz.grpc_fuzz import fuzz_public, fuzz_worker
 from tests.fuzz.hostile import fuzz_with_hostile_drafter, fuzz_with_hostile_target
 from tests.fuzz.http_fuzz import fuzz_http
@@ -29,59 +28,26 @@ WARM_UP_S = (3.0, 60.0)
 """Bounds of how long the cluster is fuzzed before its memory is looked at for the first time."""
 
 
-@dataclass
-class Report:
-    """Outcome of a run."""
-
-    campaign: Campaign
-    before: dict[Process, Holding]
-    after: dict[Process, Holding]
-    grown: list[str]
-    fields: list[str]
-
-    @property
-    def is_clean(self) -> bool:
-        return not self.campaign.num_wrong and not self.grown
-
-    def __str__(self) -> str:
-        held = columns(
-            [
-                (*map(str, one), _shown(old), "->", _shown(self.after.get(one, {})))
-                for one, old in self.before.items()
-            ]
-        )
-        wrong = [f"WRONG ({self.campaign.num_wrong + len(self.grown)}):", *self.grown, *self.campaign.wrong]
-        outcome = ["clean"] if self.is_clean else wrong
-        grown = f"{len(self.fields)} of {len(FIELDS)} fields grown to their limits beside a canary stream"
-        return "\n".join([self.campaign.table(), "", held, "", grown, *outcome])
-
-
-def _shown(held: Holding) -> str:
-    return ", ".join(f"{value:.0f} {name}" for name, value in held.items()) or "gone"
-
-
-def run(cluster: Cluster, seconds: float, seed: int) -> Report:
+def run(cluster: Cluster, seconds: float, seed: int) -> Campaign:
     """Fuzz a cluster: a short warm-up, then for `seconds`, then compare its resources.
 
     In the last part of the time fields are grown, one request at a time.
     """
     warm_up_s = min(max(WARM_UP_S[0], seconds / 5), WARM_UP_S[1])
+    campaign = Campaign(warm_up_s, seed + 1)
     with TemporaryDirectory() as directory, RedisServer.start(Path(directory)) as redis:
-        warm_up = Campaign(warm_up_s, seed + 1)
-        asyncio.run(_fuzz(cluster, redis, warm_up, seed + 1))
+        asyncio.run(_fuzz(cluster, redis, campaign, seed + 1))
         before = settled(cluster.status)
-        print(f"warmed up in {warm_up_s:g} s, {sum(warm_up.counts.values())} calls", flush=True)
-        campaign = Campaign((1 - LIMITS_SHARE) * seconds, seed)
+        print(f"warmed up in {warm_up_s:g} s, {sum(campaign.counts.values())} calls", flush=True)
+        campaign.begin((1 - LIMITS_SHARE) * seconds, seed)
         asyncio.run(_fuzz(cluster, redis, campaign, seed))
-    limits = Campaign(LIMITS_SHARE * seconds, seed)
-    fields = asyncio.run(grow_fields(cluster, limits))
-    after = settled(cluster.status, before)
-    for other in (warm_up, limits):
-        campaign.num_wrong += other.num_wrong
-        campaign.wrong.extend(other.wrong)
-    campaign.counts.update(limits.counts)
+    campaign.begin(LIMITS_SHARE * seconds, seed)
+    fields = asyncio.run(grow_fields(cluster, campaign))
+    print(f"{len(fields)} of {len(FIELDS)} fields grown to their limits beside a canary stream", flush=True)
+    for complaint in growth(before, settled(cluster.status, before)):
+        campaign.blame(complaint)
     _check_alive(cluster, campaign)
-    return Report(campaign, before, after, growth(before, after), fields)
+    return campaign
 
 
 async def _fuzz(cluster: Cluster, redis: RedisServer, campaign: Campaign, seed: int) -> None:

@@ -300,7 +300,9 @@ class Grower:
             except httpx.HTTPError as error:
                 self._campaign.count("limits", "broken", wrong=f"{label}: {error!r}")
                 return
-            self._campaign.count("limits", str(answer.status_code), wrong=_wrong(answer, label))
+            is_typed = answer.status_code in (200, 400, 404, 413, 429, 503, 504)
+            wrong = None if is_typed else f"{label}: status {answer.status_code} {answer.text[:300]!r}"
+            self._campaign.count("limits", str(answer.status_code), wrong)
             gaps.append(gap_s)
             grown = self._memory.growth(before, bound_mb)
             if gap_s <= MAX_GAP_S and not grown:
@@ -342,9 +344,3 @@ class Grower:
 
 def _seconds(gaps: list[float]) -> str:
     return ", ".join(f"{gap:.2f}" for gap in gaps)
-
-
-def _wrong(answer: httpx.Response, label: str) -> str | None:
-    if answer.status_code in (200, 400, 404, 413, 429, 503, 504):
-        return None
-    return f"{label}: status {answer.status_code} {answer.text[:300]!r}"

@@ -8,9 +8,6 @@ from functools import partial
 from tests.chaos.stage import Trouble
 from tests.hosts.cluster import HostsCluster
 
-QUICK_S = 10.0
-"""The tests have what lasts less than this."""
-
 
 @contextmanager
 def _cut(cluster: HostsCluster, name: str, *, hears: bool = False, is_heard: bool = False) -> Iterator[None]:
@@ -43,18 +40,21 @@ def _down(title: str, name: str, lasts_s: float, **link: bool) -> Trouble:
     return Trouble(title, lasts_s, partial(_cut, name=name, **link))
 
 
-FAULTS = (
+QUICK = (
     _down("a target's link is down", "target1", 5),
-    _down("a target's link is down for a minute", "target1", 60),
     _down("a target hears nothing", "target1", 5, is_heard=True),
-    _down("a target is not heard", "target1", 5, hears=True),
     _down("the drafter's link is down", "draft", 5),
     _down("Redis's link is down", "redis", 3),
-    _down("Redis's link is down for 20 s", "redis", 20),
-    Trouble("workers are restarted host by host", 0, _restarted),
     Trouble(
         "a target's host is gone, and a new one joins", 3, partial(_gone, name="target2", successor="target3")
     ),
+)
+FAULTS = (
+    _down("a target's link is down for a minute", "target1", 60),
+    _down("a target is not heard", "target1", 5, hears=True),
+    _down("Redis's link is down for 20 s", "redis", 20),
+    Trouble("workers are restarted host by host", 0, _restarted),
+    *QUICK,
 )
 LAST = Trouble("an orchestrator's host is gone", 3, partial(_gone, name="head2"))
 """Clients stream from the other one."""

@@ -50,6 +50,14 @@ async def target():
 
 
 @pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A small random Llama model; no test changes it."""
+    from tests.support.engine_helpers import tiny_model  # only these tests need torch
+
+    return tiny_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="session")
 def workers():
     """Addresses of a target and a draft worker with the demo pair, which no test ends."""
     with ExitStack() as stack, ThreadPoolExecutor() as threads:

@@ -21,9 +21,8 @@ from gammaray.wire.convert import chunk_from_proto
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS
 from orchestrator.api.grpc_servicer import GenerationServicer
-from orchestrator.api.http.server.app import create_app
 from tests.support.grpc_helpers import Context
-from tests.support.http_helpers import CHAT
+from tests.support.http_helpers import CHAT, http_client
 from tests.support.workers.service_helpers import complete
 
 pytestmark = pytest.mark.integration
@@ -48,7 +47,7 @@ class Api:
         self.orchestrator, self.http = orchestrator, http
 
     async def post(self, path: str, body: dict, **headers: str) -> httpx.Response:
-        return await self.http.post(path, json=body, headers=headers, timeout=120)
+        return await self.http.post(path, json=body, headers=headers)
 
     async def served(self, path: str, **body) -> httpx.Response:
         answer = await self.post(path, {**GIVEN[path], **body})
@@ -73,8 +72,7 @@ class Api:
 
 @pytest.fixture
 async def api(orchestrator):
-    transport = httpx.ASGITransport(create_app(orchestrator))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with http_client(orchestrator) as http:
         yield Api(orchestrator, http)
 
 

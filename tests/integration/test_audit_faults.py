@@ -7,7 +7,8 @@ from gammaray.audit.findings import Status
 from gammaray.audit.run import CHECKS, overall, run_audit
 from gammaray.audit.subject import Subject, default_prompts
 from orchestrator.api.http.server.app import create_app
-from tests.support.audit_helpers import FAULTS, Proxy, listening
+from tests.support.audit_helpers import FAULTS, Proxy
+from tests.support.http_helpers import listening
 from tests.support.workers.service_helpers import running
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.nightly]

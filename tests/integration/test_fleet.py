@@ -192,23 +192,6 @@ async def test_link_large_blocks_are_spread_over_frames(pair):
     assert len(worker.blocks) == 6
 
 
-async def test_link_answers_in_any_order_reach_their_callers(pair):
-    worker, link = pair
-    kept = []
-
-    def all_at_once(b):
-        kept.append(b)
-        stray = target_pb.VerifyResult(request_id=10**9)
-        return [stray, *(worker.work(b) for b in reversed(kept))] if len(kept) == 3 else None
-
-    worker.on_block = all_at_once
-    calls = []
-    for i in range(3):
-        calls.append(asyncio.create_task(link.call(block(f"s{i}"), 30)))
-        await until(lambda: len(kept) == len(calls))
-    assert [r.session_id for r in await asyncio.gather(*calls)] == ["s0", "s1", "s2"]
-
-
 async def test_link_silent_worker_fails_the_call_at_its_deadline(pair):
     worker, link = pair
     worker.on_block = lambda b: None if b.session_id == "silent" else worker.work(b)

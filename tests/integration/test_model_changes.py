@@ -11,7 +11,7 @@ from orchestrator.storage.keys import Keys
 from orchestrator.storage.session_store import RedisStore
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
-from tests.support.workers.resume_helpers import first_chunks, request_of, resumed, settled
+from tests.support.workers.resume_helpers import first_chunks, request_of, resumed
 from tests.support.workers.scripted_workers import PROMPT, continuation, finish, make_session, scripted, until
 from tests.support.workers.service_helpers import complete, tokens_of
 from tests.support.workers.service_helpers import running as orchestrating
@@ -136,7 +136,7 @@ async def test_resume_and_next_turn_after_the_target_was_replaced(redis_server):
             whole = await complete(one, dataclasses.replace(request, session_id="whole", cache_salt="x"))
             chunks = await first_chunks(one, request, 2)
             finished = await complete(one, done)
-            await settled(one)
+            await one.leases.settled()
         async with scripted("target", identity=NEW, **DEMO) as new:
             settings = {"worker_wait_s": 0.3}
             async with orchestrating(redis_server, new.address, "", **settings) as other:
@@ -165,7 +165,7 @@ async def test_resume_waits_for_a_worker_of_the_old_model(redis_server):
     ):
         async with orchestrating(redis_server, old.address, "") as one:
             chunks = await first_chunks(one, request, 2)
-            await settled(one)
+            await one.leases.settled()
         await old.stop()
         both = f"{old.address},{new.address}"
         async with orchestrating(redis_server, both, "", worker_wait_s=60.0) as other:
@@ -182,7 +182,7 @@ async def test_session_stored_without_a_model_adopts_that_of_its_next_worker(red
     async with scripted("target", **DEMO) as unnamed:
         async with orchestrating(redis_server, unnamed.address, "") as one:
             chunks = await first_chunks(one, request, 2)
-            await settled(one)
+            await one.leases.settled()
             head = await redis.hgetall(Keys().of(request.session_id)[0])
             assert b"model_identity" not in head
     async with scripted("target", identity=NEW, **DEMO) as new:

@@ -1,8 +1,6 @@
 """Proposals that arrive before they are requested: same text, fewer waits, no effect of invalid ones."""
 
-import os
-from pathlib import Path
-
+import psutil
 import pytest
 
 from gammaray.blocks import Shape
@@ -32,9 +30,14 @@ def message(token_ids, proposal, *, epoch=1, base_position=4):
     )
 
 
-def test_prepared_chain_is_cut_with_its_distributions_and_too_large_trees_are_skipped():
-    prepared = ProposalCache(VOCAB)
-    prepared.expect(1, [0] * 4)
+@pytest.fixture
+def prepared():
+    cache = ProposalCache(VOCAB)
+    cache.expect(1, [0] * 4)
+    return cache
+
+
+def test_prepared_chain_is_cut_with_its_distributions_and_too_large_trees_are_skipped(prepared):
     distributions = tuple(SparseDistribution((token, token + 1), (3, 1), 2) for token in (1, 2, 3))
     prepared.put(message([7], Proposal((1, 2, 3), None, distributions)))
     prepared.put(message([8], Proposal((1, 2, 3), (-1, -1, 0))))
@@ -44,9 +47,7 @@ def test_prepared_chain_is_cut_with_its_distributions_and_too_large_trees_are_sk
     assert prepared.take([0] * 4 + [8], Shape(1, 3)) is None
 
 
-def test_prepared_proposals_are_bounded_and_invalid_tokens_are_rejected():
-    prepared = ProposalCache(VOCAB)
-    prepared.expect(1, [0] * 4)
+def test_prepared_proposals_are_bounded_and_invalid_tokens_are_rejected(prepared):
     for token in range(MAX_SEEN):
         prepared.put(message([token], Proposal((VOCAB,))))
     with pytest.raises(GammarayError, match="token"):
@@ -60,9 +61,8 @@ def test_prepared_proposals_are_bounded_and_invalid_tokens_are_rejected():
     assert prepared.take([0] * 5 + [0], Shape(3)) is None
 
 
-def test_prepared_for_the_cycle_after_the_next_is_kept_also_if_it_is_late():
-    prepared, tokens = ProposalCache(VOCAB), [0] * 4
-    prepared.expect(1, tokens)
+def test_prepared_for_the_cycle_after_the_next_is_kept_also_if_it_is_late(prepared):
+    tokens = [0] * 4
     prepared.put(message([7, 8, 9], Proposal((1,))))
     prepared.put(message([7, 5, 9], Proposal((2,))))
     tokens += [7, 8]
@@ -85,9 +85,7 @@ def test_prepared_for_the_cycle_after_the_next_is_kept_also_if_it_is_late():
         pytest.param([1], Proposal((1,) * 257), "ahead.proposal: got 257 nodes", id="large-proposal"),
     ],
 )
-def test_invalid_prepared_proposal_fails_the_cycle_and_is_dropped(outcome, proposal, wanted):
-    prepared = ProposalCache(VOCAB)
-    prepared.expect(1, [0] * 4)
+def test_invalid_prepared_proposal_fails_the_cycle_and_is_dropped(prepared, outcome, proposal, wanted):
     prepared.put(message([7], Proposal((1, 2, 3))))
     prepared.put(message(outcome, proposal))
     assert prepared.num_bytes == 0
@@ -98,9 +96,7 @@ def test_invalid_prepared_proposal_fails_the_cycle_and_is_dropped(outcome, propo
     assert prepared.take([7], Shape(3)) is None
 
 
-def test_prepared_bytes_are_bounded_and_excess_proposals_are_dropped():
-    prepared = ProposalCache(VOCAB)
-    prepared.expect(1, [0] * 4)
+def test_prepared_bytes_are_bounded_and_excess_proposals_are_dropped(prepared):
     distribution = SparseDistribution(tuple(range(64)), (64,) * 64, 12)
     for token in range(MAX_KEPT):
         prepared.put(message([token], Proposal((1,) * 256, None, (distribution,) * 256)))
@@ -109,11 +105,9 @@ def test_prepared_bytes_are_bounded_and_excess_proposals_are_dropped():
     assert prepared.take([0] * 4 + [MAX_KEPT - 1], Shape(3)) is None
 
 
-def test_prepared_does_not_keep_the_frame_that_it_came_in():
-    prepared = ProposalCache(VOCAB)
-    prepared.expect(1, [0] * 4)
+def test_prepared_does_not_keep_the_frame_that_it_came_in(prepared):
     other = draft_pb.AheadProposal(session_id="t", token_ids=[VOCAB] * 2_000_000)
-    before = _resident_bytes()
+    before = psutil.Process().memory_info().rss
     for token in range(MAX_KEPT):
         good = message([token], Proposal((1,)))
         frame = draft_pb.ProposeResponse.FromString(
@@ -122,11 +116,7 @@ def test_prepared_does_not_keep_the_frame_that_it_came_in():
         prepared.put(frame.ahead[0])
     del good, frame
     assert prepared.take([0] * 4 + [MAX_KEPT - 1], Shape(3)) == Proposal((1,))
-    assert _resident_bytes() - before < 100e6, "all frames together are 256 MB"
-
-
-def _resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert psutil.Process().memory_info().rss - before < 100e6, "all frames together are 256 MB"
 
 
 def test_distributions_may_have_the_largest_support():

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from gammaray import AsyncClient, UnavailableError
-from gammaray.v1 import generation_service_pb2 as pb
 from orchestrator.launcher.preflight import free_ports
-from tests.support.sdk_helpers import FAST_RETRY, ScriptedService, answer, last, serve, serve_in_thread
+from tests.support.sdk_helpers import FAST_RETRY, PROCESSES, ScriptedService, serve, serve_in_thread
 from tests.support.workers.redis_helpers import wait_until
 
 pytestmark = pytest.mark.integration
@@ -55,20 +54,12 @@ def failing(directory: Path, backend: str, failures: int) -> Iterator[str]:
             process.terminate()
 
 
-class Served(ScriptedService):
-    """A scripted service with a status."""
-
-    async def GetStatus(self, request, context):
-        return pb.GetStatusResponse(processes=[pb.ProcessStatus(role="target")])
-
-
 async def test_calls_and_streams_are_tried_again_after_an_error_page(tmp_path):
-    service = Served(answer(last("Hi")))
-    async with serve(service) as address:
+    async with serve(ScriptedService()) as address:
         with failing(tmp_path, address, failures=2) as proxied:
             async with AsyncClient(proxied, retry=FAST_RETRY) as client:
-                assert [process.role for process in await client.status(timeout_s=30)] == ["target"]
-                assert (await client.complete("Hi")).text == "Hi"
+                assert await client.status(timeout_s=30) == PROCESSES
+                assert (await client.complete("Hi")).text == "done"
 
 
 def test_lines_of_grpc_do_not_reach_the_terminal():
@@ -81,7 +72,7 @@ def test_lines_of_grpc_do_not_reach_the_terminal():
 
 
 async def test_error_page_of_a_cluster_without_replicas_is_unavailable(tmp_path):
-    async with serve(Served(answer(last("Hi")))) as address:
+    async with serve(ScriptedService()) as address:
         with failing(tmp_path, address, failures=1000) as proxied:
             async with AsyncClient(proxied, retry=FAST_RETRY) as client:
                 with pytest.raises(UnavailableError, match="status: 500"):

@@ -51,7 +51,7 @@ from tests.support.workers.redis_helpers import (
     running_redis,
     wait_until,
 )
-from tests.support.workers.scripted_workers import make_session, scripted, until, until_so
+from tests.support.workers.scripted_workers import commit, make_session, scripted, until, until_so
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -64,11 +64,6 @@ async def begun(url):
         store, session = RedisStore(redis, ttl_s=60), make_session()
         await store.create(session, b"")
         yield redis, store, session
-
-
-async def commit(store, session, token_ids):
-    kept = session.commit(token_ids)
-    await store.append(session, token_ids[:kept], [TokenOrigin.BONUS] * kept)
 
 
 def promote(replica):
@@ -334,7 +329,6 @@ async def test_error_replies_do_not_end_background_tasks(redis_server, redis, em
         pytest.param(OOM, ResourceExhaustedError, "out of memory.*maxmemory", id="OOM"),
         pytest.param(NOPERM, UnavailableError, "refuses commands: NOPERM", id="NOPERM"),
         pytest.param(MISCONF, UnavailableError, "refuses commands: MISCONF", id="MISCONF"),
-        pytest.param("WRONGTYPE Operation against a key", InternalError, "WRONGTYPE", id="WRONGTYPE"),
         pytest.param("ERR wrong number of arguments", InternalError, "wrong number", id="ERR"),
     ],
 )
@@ -372,13 +366,6 @@ async def test_call_without_a_free_connection_fails_after_one_timeout(redis_serv
     await redis.connection_pool.release(only)
     assert await answer(redis.ping())
     await redis.aclose()
-
-
-async def test_lasting_error_reply_names_its_code(redis_server):
-    async with redis_name(redis_server) as (name, url), aclosing(connect(url)) as redis:
-        name.reply = BUSY
-        with pytest.raises(UnavailableError, match="refuses commands: BUSY"):
-            await answer(redis.set("k", 1))
 
 
 async def test_start_gives_up_in_time_with_a_typed_error():

@@ -14,11 +14,11 @@ from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.sessions.lifecycle import SessionManager
 from orchestrator.storage.keys import Keys
 from tests.support.workers.resume_helpers import (
+    any_model,
     first_chunks,
     request_of,
     resumed,
     sessions_on,
-    settled,
     two_orchestrators,
     undisturbed,
 )
@@ -99,7 +99,7 @@ async def test_takeover_ends_the_former_owner_and_loses_no_token(pair):
         with pytest.raises(FailedPreconditionError, match="another owner"):
             async for _ in stream:
                 pass
-    await settled(one)
+    await one.leases.settled()
     async for chunk in rest:
         chunks.append(chunk)
     assert tokens_of(chunks) == tokens_of(whole)
@@ -109,15 +109,11 @@ async def test_takeover_ends_the_former_owner_and_loses_no_token(pair):
     assert info.state is SessionState.FINISHED
 
 
-async def any_model(session_id, identity, left_s):
-    """Let a session continue with any target model."""
-
-
 async def test_resume_restores_counters_and_workers(pair):
     one, other = pair
     request = request_of(max_tokens=300)
     chunks = await first_chunks(one, request, 30)
-    await settled(one)
+    await one.leases.settled()
     opener = SessionManager(other.store, other.tokenizer, any_model)
     opened = await opener.open(resumed(request, chunks), other.max_context)
     handover = opened.handover
@@ -131,7 +127,7 @@ async def test_invalid_resume_is_rejected(pair):
     one, other = pair
     request = request_of(max_tokens=300)
     chunks = await first_chunks(one, request, 3)
-    await settled(one)
+    await one.leases.settled()
     refused = {
         "already begun turn 0|already exists": request,
         "another request": dataclasses.replace(request, prompt="else", resume_from=1),
@@ -208,7 +204,7 @@ async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
         with pytest.raises(NotFoundError, match="deleted or has expired"):
             async for _ in stream:
                 pass
-    await settled(one)
+    await one.leases.settled()
     assert not await other.sessions.delete(request.session_id, ANONYMOUS)
     assert await redis.exists(*Keys().of(request.session_id)[:3]) == 0
     assert request.session_id not in [info.session_id for info in await one.sessions.recent(9, ANONYMOUS)]
@@ -216,6 +212,7 @@ async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 async def test_reaper_frees_the_caches_of_a_dead_owner(pair, redis, monkeypatch):
     one, other = pair
     renew, thaw = one.store.renew, asyncio.Event()
@@ -240,7 +237,7 @@ async def test_reaper_frees_the_caches_of_a_dead_owner(pair, redis, monkeypatch)
     # It was only slow: it feeds the workers again and continues.
     chunks.append(await anext(stream))
     await stream.aclose()
-    await settled(one)
+    await one.leases.settled()
     rest = await complete(other, dataclasses.replace(resumed(request, chunks)))
     assert tokens_of(chunks + rest) == tokens_of(await complete(one, undisturbed(request)))
 
@@ -251,7 +248,7 @@ async def test_sessions_of_another_tenant_are_not_found(pair):
     request = request_of(max_tokens=3)
     (*_, last) = [chunk async for chunk in one.generate(request, alice)]
     assert last.session_id == request.session_id
-    await settled(one)
+    await one.leases.settled()
     info, _ = await one.sessions.get(request.session_id, alice)
     assert info.session_id == request.session_id
     assert [info.session_id for info in await one.sessions.recent(5, alice)] == [request.session_id]

@@ -13,7 +13,6 @@ import pytest
 from gammaray.config import OrchestratorSettings
 from gammaray.errors import (
     DeadlineExceededError,
-    FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
@@ -102,16 +101,6 @@ async def test_service_stop_string_cuts_text_tokens_and_store(orchestrator, redi
         stored = await RedisStore(redis, 60).read(f"stop-{gamma}")
         assert list(stored.token_ids) == tokens
         assert stored.finish_reason is FinishReason.STOP
-
-
-async def test_service_stores_tokens_before_it_sends_them(orchestrator, redis):
-    store, seen = RedisStore(redis, 60), []
-    request = GenerationRequest(PROMPTS[0], max_tokens=30, session_id="watched")
-    async for chunk in orchestrator.generate(request):
-        seen += [token.token_id for token in chunk.tokens]
-        assert list((await store.read("watched")).token_ids[: len(seen)]) == seen
-    with pytest.raises(FailedPreconditionError, match="watched already exists"):
-        await complete(orchestrator, request)
 
 
 async def test_service_completion_ends_at_the_context(orchestrator):

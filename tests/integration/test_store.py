@@ -9,6 +9,7 @@ import sys
 from contextlib import aclosing
 from dataclasses import replace
 
+import psutil
 import pytest
 
 import orchestrator.launcher.redis_server as redis_server
@@ -32,6 +33,7 @@ from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.wire.sessions import SessionState
 from orchestrator import status as presence
 from orchestrator.access.caller import Caller
+from orchestrator.launcher.reaper import runs
 from orchestrator.launcher.redis_server import RedisServer
 from orchestrator.sessions.lifecycle import SessionManager
 from orchestrator.sessions.management import SessionCalls
@@ -46,7 +48,8 @@ from orchestrator.storage.trace_store import RedisTraceStore
 from services.process.registry import Announcer
 from tests.support.cycle_helpers import LetterTokenizer
 from tests.support.workers.redis_helpers import wait_until
-from tests.support.workers.scripted_workers import PROMPT, make_session, until_so
+from tests.support.workers.resume_helpers import any_model
+from tests.support.workers.scripted_workers import PROMPT, commit, make_session, until_so
 
 pytestmark = [pytest.mark.integration, pytest.mark.each_redis, pytest.mark.usefixtures("empty")]
 
@@ -56,11 +59,6 @@ ACCEPTED, CORRECTION, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.CORRECTION, Toke
 @pytest.fixture
 def store(redis):
     return RedisStore(redis, ttl_s=60)
-
-
-async def commit(store, session, token_ids, origins=None):
-    kept = session.commit(token_ids)
-    await store.append(session, token_ids[:kept], (origins or [BONUS] * len(token_ids))[:kept])
 
 
 async def test_store_reads_back_what_was_stored(store):
@@ -173,10 +171,6 @@ class IdsOnly(LetterTokenizer):
         return text
 
 
-async def any_model(name, identity, left_s):
-    pass
-
-
 @pytest.mark.parametrize("prediction", ["", "as before\n", (3, 4, 5)])
 async def test_store_resumed_choice_has_its_request_again(store, prediction):
     manager = SessionManager(store, IdsOnly(), any_model)
@@ -233,11 +227,11 @@ async def test_registry_lists_live_workers_by_role(redis):
 
 def test_redis_server_stops_and_removes_its_files(tmp_path):
     server = RedisServer.start(tmp_path / "redis")
-    pid = server.pid
-    assert is_alive(pid)
+    process = psutil.Process(server.pid)
+    assert runs(process)
     server.stop()
     server.stop()
-    assert not is_alive(pid)
+    assert not runs(process)
     assert list((tmp_path / "redis").iterdir()) == []
 
 
@@ -274,20 +268,12 @@ def test_redis_server_ends_when_its_parent_is_killed(tmp_path):
     )
     starter = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
-    pid = int(starter.stdout.readline())
-    assert is_alive(pid)
+    process = psutil.Process(int(starter.stdout.readline()))
+    assert runs(process)
     starter.kill()
     starter.wait()
     starter.stdout.close()
-    wait_until(lambda: not is_alive(pid))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not runs(process))
 
 
 async def test_a_client_holds_a_bounded_number_of_connections_whatever_its_bursts(redis_server):
@@ -347,8 +333,7 @@ async def test_summary_equals_the_fields_of_the_session(redis):
     for name in ("a", "b", "c"):
         session = make_session(f"acme:{name}", 8)
         await store.create(session, b"request")
-        session.commit([1, 2])
-        await store.append(session, [1, 2], [TokenOrigin.BONUS] * 2)
+        await commit(store, session, [1, 2])
         if name == "b":
             await store.detach(session)
     await store.cancel("acme:c")

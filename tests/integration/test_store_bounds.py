@@ -13,7 +13,7 @@ from gammaray.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gammaray.types import FinishReason, GenerationRequest, SamplingParams, TokenOrigin
+from gammaray.types import FinishReason, GenerationRequest, SamplingParams
 from orchestrator.access.caller import Caller
 from orchestrator.sessions.lifecycle import SessionManager
 from orchestrator.storage import client as storage_client
@@ -25,11 +25,11 @@ from orchestrator.storage.session_store import RedisStore
 from orchestrator.storage.trace_store import RedisTraceStore
 from orchestrator.text.tokenizer import Tokenizer
 from tests.support.workers.redis_helpers import redis_name
-from tests.support.workers.scripted_workers import make_session
+from tests.support.workers.resume_helpers import any_model
+from tests.support.workers.scripted_workers import commit, make_session
 
 pytestmark = [pytest.mark.integration, pytest.mark.each_redis, pytest.mark.usefixtures("empty")]
 
-BONUS = TokenOrigin.BONUS
 ALICE = Caller(tenant="alice")
 PLAIN = 5
 """Bytes of one record without log-probabilities."""
@@ -45,19 +45,11 @@ def store_of(redis, total: int = 0, share: float = 1.0, ttl_s: int = 60) -> Redi
 
 
 def opener_of(store: RedisStore, tokenizer: Tokenizer) -> SessionManager:
-    async def served(*_: object) -> None:
-        pass
-
-    return SessionManager(store, tokenizer, served)
+    return SessionManager(store, tokenizer, any_model)
 
 
 def session_of(name: str, max_tokens: int = 8, prompt: tuple[int, ...] = (1, 2, 3)):
     return make_session(name, max_tokens, 0, prompt)
-
-
-async def commit(store, session, token_ids):
-    kept = session.commit(token_ids)
-    await store.append(session, token_ids[:kept], [BONUS] * kept)
 
 
 async def used(redis, tenant: str = ":") -> int:
@@ -458,7 +450,7 @@ async def test_redis_that_is_gone_ends_every_call_in_time(redis_server, monkeypa
             store.delete("resp_1"),
         ]
         for call in calls:
-            with pytest.raises(UnavailableError):
+            with pytest.raises(UnavailableError, match="refuses commands: LOADING"):
                 await asyncio.wait_for(call, 20)
         store.finish_later("resp_1", DONE, SHORT)
         await asyncio.wait_for(store.close(), 20)

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import signal
 import subprocess
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -23,6 +22,7 @@ from services.demo_pair import TARGET_DIR
 from tests.support.head_helpers import bigram_head
 from tests.support.otlp_receiver import ReceivedSpan, receiving
 from tests.support.workers.redis_helpers import running_redis
+from tests.support.workers.scripted_workers import until_so
 from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
 from tests.support.workers.workers_helpers import Link, verify_block
 
@@ -39,11 +39,9 @@ ASKING, SERVING = ("client", "producer"), ("server", "consumer")
 
 
 @contextmanager
-def exporting_worker(
-    role: str, environment: dict[str, str], model: str = "demo"
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a worker, with the demo pair by default; yields its process and address. Ends it with SIGTERM."""
-    with worker_process(role, model, environment=environment) as (process, address):
+def exporting_worker(role: str, environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a worker with the demo pair; yields its process and address. Ends it with SIGTERM."""
+    with worker_process(role, environment=environment) as (process, address):
         yield process, address
         process.send_signal(signal.SIGTERM)
         process.wait(STOP_TIMEOUT_S)
@@ -112,13 +110,12 @@ async def generate(orchestrator, request, caller=SAMPLED):
 async def test_records_of_a_session_are_those_of_its_cycles(redis_server, workers):
     async with running(redis_server, *workers) as orchestrator:
         chunks = await complete(orchestrator, request(seed=9, session_id="recorded"))
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            records = cycles_from_proto((await orchestrator.sessions.trace("recorded", ANONYMOUS)).cycles)
-            if len(records) == chunks[-1].summary.cycles:
-                break
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
+
+        async def all_records():
+            found = cycles_from_proto((await orchestrator.sessions.trace("recorded", ANONYMOUS)).cycles)
+            return found if len(found) == chunks[-1].summary.cycles else ()
+
+        records = await until_so(all_records, TIMEOUT_S)
         with pytest.raises(NotFoundError):
             await orchestrator.sessions.trace("unknown", ANONYMOUS)
     assert [sum(cycle.emitted for cycle in records), records[-1].base_position + records[-1].emitted] == [

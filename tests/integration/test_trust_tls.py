@@ -27,7 +27,6 @@ from orchestrator.launcher.preflight import free_ports
 from orchestrator.storage.client import check_redis
 from services.target_worker.worker import TargetWorker
 from tests.support.docs_commands import commands
-from tests.support.engine_helpers import tiny_model
 from tests.support.tls_helpers import Authority, role_certificates
 from tests.support.workers.redis_helpers import wait_until
 from tests.support.workers.service_helpers import complete, running, tokens_of
@@ -38,11 +37,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     return role_certificates(Authority(tmp_path_factory.mktemp("certificates"), "ca"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=256)
 
 
 def named(files: TlsFiles) -> dict[str, str]:

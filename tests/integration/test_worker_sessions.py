@@ -27,11 +27,11 @@ from orchestrator.workers.session_client import session_spec
 from orchestrator.workers.verifier import check_served
 from services.streaming.messages import Model
 from services.target_worker.worker import check_identity
+from tests.support.cycle_helpers import ConstantGamma
 from tests.support.workers.fleet_helpers import clients, emitted, fleet_of
 from tests.support.workers.scripted_workers import (
     PROMPT,
     VOCAB,
-    Steady,
     continuation,
     finish,
     make_session,
@@ -178,7 +178,7 @@ async def test_remote_drafter_and_target_prefill_a_long_prompt_concurrently():
         draft.runs.clear()
         session = make_session(max_tokens=60, prompt=prompt)
         drafter, verifier = clients(fleet, session)
-        cycles = [await run_cycle(session, drafter, verifier, Steady(3)) for _ in range(4)]
+        cycles = [await run_cycle(session, drafter, verifier, ConstantGamma(3, 0)) for _ in range(4)]
         assert [(c.gamma, c.num_drafted, c.draft_failed) for c in cycles] == [(3, 0, False)] * 4
         await until(lambda: draft.blocks)
         (waiting,) = draft.blocks
@@ -317,11 +317,6 @@ def test_worker_without_adapters_says_so():
 NUM_TOKENS = 40
 
 
-class Trees(Steady):
-    def next_shape(self) -> Shape:
-        return Shape(self.gamma, 8)
-
-
 class TreeDrafter:
     """Proposes the right chain beside wrong tokens, one before and one after each of its own."""
 
@@ -344,13 +339,6 @@ class TreeDrafter:
         return Proposal(tuple(ids), tuple(parents) if shape.is_tree else None)
 
 
-async def run_trees(session, drafter, verifier, gamma=4):
-    cycles = []
-    while session.finish_reason is None:
-        cycles.append(await run_cycle(session, drafter, verifier, Trees(gamma)))
-    return cycles
-
-
 def trees_sent(target):
     return [block for block in target.blocks if block.proposal.parents]
 
@@ -358,7 +346,7 @@ def trees_sent(target):
 async def test_target_that_takes_trees_gets_them():
     async with scripted("target", takes_trees=True) as target, fleet_of(target) as fleet:
         session, drafter = make_session(max_tokens=NUM_TOKENS), TreeDrafter(right_first=False)
-        cycles = await run_trees(session, drafter, clients(fleet, session)[1])
+        cycles = await finish(session, drafter, clients(fleet, session)[1], 4, 8)
     assert emitted(session) == continuation(PROMPT, NUM_TOKENS)
     assert len(cycles) == NUM_TOKENS / 5
     assert len(trees_sent(target)) == len(cycles)
@@ -369,7 +357,7 @@ async def test_chain_target_gets_one_path_of_the_first_tree_and_no_later_one(rig
     """The session does not know its target before the first cycle."""
     async with scripted("target") as target, fleet_of(target) as fleet:
         session, drafter = make_session(max_tokens=NUM_TOKENS), TreeDrafter(right_first=right_first)
-        cycles = await run_trees(session, drafter, clients(fleet, session)[1])
+        cycles = await finish(session, drafter, clients(fleet, session)[1], 4, 8)
     assert emitted(session) == continuation(PROMPT, NUM_TOKENS)
     assert trees_sent(target) == []
     assert [shape.is_tree for shape in drafter.shapes] == [True, *[False] * (len(cycles) - 1)]
@@ -383,7 +371,7 @@ async def test_failover_from_a_target_with_trees_to_one_without():
             session, drafter = make_session(max_tokens=200), TreeDrafter(right_first=True)
             verifier = clients(fleet, session)[1]
             verifier.prefer(session, first.address)
-            task = asyncio.create_task(run_trees(session, drafter, verifier))
+            task = asyncio.create_task(finish(session, drafter, verifier, 4, 8))
             await until(lambda: len(first.blocks) > 5)
             await first.stop()
             await task

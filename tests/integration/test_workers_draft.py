@@ -9,33 +9,20 @@ from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
 from gammaray.wire.blocks import proposal_from_proto
 from services.speculation.proposals import RUN
-from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
+from tests.support.engine_helpers import plain_logits, plain_model, random_tokens
 from tests.support.workers.held_engine import HeldEngine, all_read
 from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, propose_block, running, spec_message
 
 pytestmark = pytest.mark.integration
 
 PROMPT = random_tokens(12, seed=3)
-CONTEXT = 256
 CANCELLED = 1
 WARM = SamplingParams(temperature=1.0, seed=11)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model("llama", tmp_path_factory.mktemp("draft"), max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture
 async def draft(model):
     async with running("draft", model) as (link, _):
-        yield link
-
-
-@pytest.fixture
-async def sober(model):
-    """A worker that prepares nothing before it is asked."""
-    async with running("draft", model, draft_ahead=False) as (link, _):
         yield link
 
 
@@ -58,16 +45,19 @@ async def test_greedy_proposal_is_the_models_own_continuation(draft, model):
 @pytest.mark.parametrize(
     ("num_accepted", "num_lacking"), [(6, 2), (5, 1), (2, 1), (0, 1)], ids=["all", "most", "some", "none"]
 )
-async def test_next_proposal_feeds_only_missing_tokens(sober, model, num_accepted, num_lacking):
-    proposed = list((await sober.ask(propose_block(PROMPT, 6))).proposal.token_ids)
-    unforeseen = (greedy(model, [*PROMPT, *proposed], 1) if num_accepted == 6 else proposed[num_accepted:])[0]
-    tokens = [*PROMPT, *proposed[:num_accepted], (unforeseen + 1) % 97]
-    context = types.TokenSpan(start=len(PROMPT), token_ids=tokens[len(PROMPT) :])
-    block = propose_block(tokens, 3, context=context)
-    block.ClearField("spec")
-    result = await sober.ask(block)
-    assert result.timing.batch_tokens == num_lacking + 2
-    assert list(result.proposal.token_ids) == greedy(model, tokens, 3)
+async def test_next_proposal_feeds_only_missing_tokens(model, num_accepted, num_lacking):
+    async with running("draft", model, draft_ahead=False) as (sober, _):  # it prepares nothing
+        proposed = list((await sober.ask(propose_block(PROMPT, 6))).proposal.token_ids)
+        unforeseen = (
+            greedy(model, [*PROMPT, *proposed], 1) if num_accepted == 6 else proposed[num_accepted:]
+        )[0]
+        tokens = [*PROMPT, *proposed[:num_accepted], (unforeseen + 1) % 97]
+        context = types.TokenSpan(start=len(PROMPT), token_ids=tokens[len(PROMPT) :])
+        block = propose_block(tokens, 3, context=context)
+        block.ClearField("spec")
+        result = await sober.ask(block)
+        assert result.timing.batch_tokens == num_lacking + 2
+        assert list(result.proposal.token_ids) == greedy(model, tokens, 3)
 
 
 async def test_rejection_sends_the_distribution_of_each_token(draft):

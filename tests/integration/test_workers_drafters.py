@@ -43,12 +43,6 @@ def target(tmp_path_factory):
     return directory
 
 
-@pytest.fixture
-def drafter(request, target, tmp_path):
-    fields = DRAFTERS[request.param]
-    return request.param if fields is None else make_drafter(target, tmp_path / "drafter", **fields)
-
-
 def draft_ahead_to_the_end(scheduler):
     while scheduler.lookahead.has_work:
         scheduler.step()
@@ -63,8 +57,10 @@ async def held_tokens(worker, session_id):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", DRAFTERS, indirect=True)
-async def test_tokens_are_those_of_plain_decoding(target, drafter, temperature):
+@pytest.mark.parametrize("kind", DRAFTERS)
+async def test_tokens_are_those_of_plain_decoding(target, tmp_path, kind, temperature):
+    fields = DRAFTERS[kind]
+    drafter = kind if fields is None else make_drafter(target, tmp_path / "drafter", **fields)
     async with (
         running("target", target) as (verifier, _),
         running("draft", drafter, target=str(target)) as (draft, _),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jsonschema
-import numpy as np
 import pytest
 
 from gammaray.grammar.matcher import GrammarCompiler
@@ -20,6 +19,7 @@ from services.engine.sampling.edits import row_paths
 from services.scheduling.grammars import Grammars
 from tests.support.drafter_helpers import make_drafter
 from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.processing_helpers import ids_of
 from tests.support.vocabulary_helpers import CODE, PROSE, byte_level
 from tests.support.workers.workers_helpers import (
     Driver,
@@ -246,7 +246,7 @@ def possible(compiler, output: Sequence[int]) -> set[int]:
     state = compiler.begin(GRAMMAR)
     state.extend(output)
     (mask,) = state.masks([()])
-    return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
+    return set(ids_of(mask))
 
 
 @pytest.mark.parametrize(

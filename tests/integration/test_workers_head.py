@@ -33,6 +33,13 @@ def bigrams(request, tmp_path_factory):
     return target, bigram_head(folder / "head", target) if request.param == "head" else target
 
 
+@pytest.fixture
+async def link(bigrams):
+    target, head = bigrams
+    async with running("target", target, head=str(head)) as (link, _):
+        yield link
+
+
 def params(temperature, **others):
     return SamplingParams(temperature=temperature, seed=4, **others)
 
@@ -59,81 +66,66 @@ async def test_tokens_are_those_of_gamma_0(random_target, variant, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", [{}, {"max_nodes": 10}])
-async def test_exact_head_is_accepted_in_every_cycle_but_the_first(bigrams, temperature, shape):
-    target, head = bigrams
+async def test_exact_head_is_accepted_in_every_cycle_but_the_first(link, temperature, shape):
     made = params(temperature)
-    async with running("target", target, head=str(head)) as (link, _):
-        one = headed(link, made, **shape)
-        assert await one.generate(COUNT) == await plain(link, made)
-        fewest = 1 + -(-(COUNT - 1) // 5)
-        # At a temperature a tree prefers a likely second choice to an unlikely deep one.
-        # A draft model needs no hidden states, and drafts in the first cycle, too.
-        assert (
-            fewest - 1 <= one.cycles <= fewest if not shape or temperature == 0 else one.cycles < 1.3 * fewest
-        )
+    one = headed(link, made, **shape)
+    assert await one.generate(COUNT) == await plain(link, made)
+    fewest = 1 + -(-(COUNT - 1) // 5)
+    # At a temperature a tree prefers a likely second choice to an unlikely deep one.
+    # A draft model needs no hidden states, and drafts in the first cycle, too.
+    assert fewest - 1 <= one.cycles <= fewest if not shape or temperature == 0 else one.cycles < 1.3 * fewest
 
 
 @pytest.mark.parametrize("method", [REJECTION, BLOCK, NAIVE])
-async def test_other_methods_accept_an_exact_head(bigrams, method):
-    target, head = bigrams
-    async with running("target", target, head=str(head)) as (link, _):
-        one = headed(link, params(0.8), method=method)
-        await one.generate(COUNT)
-        accepted = one.accepted / one.drafted
-        assert accepted < 1.0 if method is NAIVE else accepted == 1.0
+async def test_other_methods_accept_an_exact_head(link, method):
+    one = headed(link, params(0.8), method=method)
+    await one.generate(COUNT)
+    accepted = one.accepted / one.drafted
+    assert accepted < 1.0 if method is NAIVE else accepted == 1.0
 
 
-async def test_penalties_and_masks_apply_to_the_head(bigrams):
-    target, head = bigrams
+async def test_penalties_and_masks_apply_to_the_head(link):
     made = params(0.8, repetition_penalty=1.4, frequency_penalty=0.5, banned_token_ids=(1, 2, 3))
-    async with running("target", target, head=str(head)) as (link, _):
-        one = headed(link, made)
-        assert await one.generate(COUNT) == await plain(link, made)
-        assert one.cycles <= 1 + -(-(COUNT - 1) // 5)
+    one = headed(link, made)
+    assert await one.generate(COUNT) == await plain(link, made)
+    assert one.cycles <= 1 + -(-(COUNT - 1) // 5)
 
 
-async def test_many_sessions_draft_in_one_batch(bigrams):
-    target, head = bigrams
-
-    async with running("target", target, head=str(head)) as (link, _):
-        many = [headed(link, params(1.0), gamma=1 + number % 5) for number in range(12)]
-        expected = await plain(link, params(1.0))
-        for made in await asyncio.gather(*(one.generate(COUNT) for one in many)):
-            assert made == expected
+async def test_many_sessions_draft_in_one_batch(link):
+    many = [headed(link, params(1.0), gamma=1 + number % 5) for number in range(12)]
+    expected = await plain(link, params(1.0))
+    for made in await asyncio.gather(*(one.generate(COUNT) for one in many)):
+        assert made == expected
 
 
-async def test_released_and_resumed_sessions_draft_again(bigrams):
-    target, head = bigrams
-    async with running("target", target, head=str(head)) as (link, _):
-        one = headed(link, params(0.0))
-        await one.generate(20)
-        await link.release(one.session_id)
-        one.held.clear()  # a new owner sends everything
-        cycles = one.cycles
-        for _ in range(5):
-            await one.run_cycle()
-        assert one.tokens[len(PROMPT) :][:40] == (await plain(link, params(0.0)))[:40]
-        assert one.cycles - cycles == 5
-        assert len(one.tokens) - len(PROMPT) >= 20 + 1 + 4 * 5
+async def test_released_and_resumed_sessions_draft_again(link):
+    one = headed(link, params(0.0))
+    await one.generate(20)
+    await link.release(one.session_id)
+    one.held.clear()  # a new owner sends everything
+    cycles = one.cycles
+    for _ in range(5):
+        await one.run_cycle()
+    assert one.tokens[len(PROMPT) :][:40] == (await plain(link, params(0.0)))[:40]
+    assert one.cycles - cycles == 5
+    assert len(one.tokens) - len(PROMPT) >= 20 + 1 + 4 * 5
 
 
-async def test_repeated_and_changed_blocks_are_answered_alike(bigrams):
-    target, head = bigrams
-    async with running("target", target, head=str(head)) as (link, _):
-        one = headed(link, params(0.0))
-        await one.generate(12)
-        block = one.block(pb.VerifyBlock, 0, with_spec=True, head=pb.HeadDraft(gamma=3))
-        first, again = await link.ask(block), await link.ask(block)
-        assert first.drafted == again.drafted
-        assert len(first.drafted.token_ids) == 3
-        assert first.verdict == again.verdict
-        one.tokens[-3:] = [7, 8, 9]  # another continuation, as after a takeover
-        changed_block = one.block(pb.VerifyBlock, 0, with_spec=True, head=pb.HeadDraft(gamma=3))
-        other = await link.ask(changed_block)
-        one.tokens += [other.drafted.token_ids[node] for node in other.verdict.accepted_path]
-        one.tokens.append(other.verdict.next_token_id)
-        follow = await link.ask(one.block(pb.VerifyBlock, 0, with_spec=True, head=pb.HeadDraft(gamma=3)))
-        assert list(follow.verdict.accepted_path) == [0, 1, 2]
+async def test_repeated_and_changed_blocks_are_answered_alike(link):
+    one = headed(link, params(0.0))
+    await one.generate(12)
+    block = one.block(pb.VerifyBlock, 0, with_spec=True, head=pb.HeadDraft(gamma=3))
+    first, again = await link.ask(block), await link.ask(block)
+    assert first.drafted == again.drafted
+    assert len(first.drafted.token_ids) == 3
+    assert first.verdict == again.verdict
+    one.tokens[-3:] = [7, 8, 9]  # another continuation, as after a takeover
+    changed_block = one.block(pb.VerifyBlock, 0, with_spec=True, head=pb.HeadDraft(gamma=3))
+    other = await link.ask(changed_block)
+    one.tokens += [other.drafted.token_ids[node] for node in other.verdict.accepted_path]
+    one.tokens.append(other.verdict.next_token_id)
+    follow = await link.ask(one.block(pb.VerifyBlock, 0, with_spec=True, head=pb.HeadDraft(gamma=3)))
+    assert list(follow.verdict.accepted_path) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", ["draft model", "llama", "qwen3"])
@@ -157,13 +149,11 @@ async def test_proposals_depend_on_the_committed_tokens_only(random_target, tmp_
                 assert await fresh.run_cycle() == proposal, (every, number)
 
 
-async def test_proposal_beside_a_draft_of_the_head_is_refused(bigrams):
-    target, head = bigrams
-    async with running("target", target, head=str(head)) as (link, _):
-        result = await link.ask(verify_block(PROMPT, [1, 2], head=pb.HeadDraft(gamma=2)))
-        assert "none where the head drafts" in result.error.message
-        result = await link.ask(verify_block(PROMPT, head=pb.HeadDraft(gamma=65)))
-        assert result.error.message == "gamma: got 65, allowed: 0 to 64"
+async def test_proposal_beside_a_draft_of_the_head_is_refused(link):
+    result = await link.ask(verify_block(PROMPT, [1, 2], head=pb.HeadDraft(gamma=2)))
+    assert "none where the head drafts" in result.error.message
+    result = await link.ask(verify_block(PROMPT, head=pb.HeadDraft(gamma=65)))
+    assert result.error.message == "gamma: got 65, allowed: 0 to 64"
 
 
 async def test_worker_without_a_head_verifies_nothing(bigrams):

@@ -16,7 +16,7 @@ from gammaray.errors import UnavailableError
 from services.engine.core.errors import EngineLostError
 from services.scheduling import batcher
 from services.streaming import engine_thread
-from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.engine_helpers import random_tokens
 from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, Link, block_of, running
 
 pytestmark = pytest.mark.integration
@@ -29,11 +29,6 @@ SERVING = health_pb2.HealthCheckResponse.ServingStatus.SERVING
 # tests/unit/services/engine/core/test_device.py has the errors of either kind.
 LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 ORDINARY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model("llama", tmp_path_factory.mktemp("lost"), max_position_embeddings=1024)
 
 
 def break_steps(worker: Any, step: Callable[..., Any]) -> None:
@@ -93,9 +88,11 @@ async def test_error_that_loses_the_device_ends_the_worker(
         assert not await redis.keys(f"gammaray:worker:{role}:*")
 
 
-async def test_ordinary_error_fails_its_blocks_alone(model):
+async def test_ordinary_error_fails_its_blocks_alone(model, monkeypatch):
+    monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.0)
     async with running("target", model) as (link, worker):
-        engine = worker.engine.scheduler.engine
+        scheduler = worker.engine.scheduler
+        engine, unbounded = scheduler.engine, scheduler.step_timeout_s
         right = engine.step
 
         def step(*_: Any, **__: Any) -> Any:
@@ -103,7 +100,11 @@ async def test_ordinary_error_fails_its_blocks_alone(model):
             raise ORDINARY
 
         break_steps(worker, step)
+        scheduler.step_timeout_s = 0.01
         assert (await link.ask(block_of("target", PROMPT))).error.code == INTERNAL
+        await asyncio.sleep(0.1)
+        assert worker.engine.why_stuck() == "", "it is idle"
+        scheduler.step_timeout_s = unbounded
         answer = await link.ask(block_of("target", PROMPT, session_id="t"))
         assert answer.WhichOneof("outcome") == "verdict"
         assert await status(link) == SERVING
@@ -197,18 +198,4 @@ async def test_worker_with_a_slow_step_stays(model, monkeypatch):
         break_steps(worker, step)
         assert (await link.ask(block_of("target", PROMPT))).WhichOneof("outcome") == "verdict"
         assert await status(link) == SERVING
-        assert worker.engine.why_stuck() == ""
-
-
-async def test_idle_worker_after_a_failed_step_is_not_stuck(model, monkeypatch):
-    monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.0)
-
-    def step(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no")
-
-    async with running("target", model) as (link, worker):
-        break_steps(worker, step)
-        worker.engine.scheduler.step_timeout_s = 0.01
-        assert (await link.ask(block_of("target", PROMPT))).error.code == INTERNAL
-        await asyncio.sleep(0.1)
         assert worker.engine.why_stuck() == ""

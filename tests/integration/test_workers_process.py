@@ -19,9 +19,9 @@ from services.process.main import run
 from tests.support.engine_helpers import random_tokens, tiny_model
 from tests.support.head_helpers import changed
 from tests.support.workers.held_engine import HeldEngine
-from tests.support.workers.process_helpers import spawned
 from tests.support.workers.redis_helpers import configured_redis
 from tests.support.workers.scripted_workers import until, until_so
+from tests.support.workers.service_helpers import worker_process
 from tests.support.workers.workers_helpers import Link, propose_block, running, verify_block
 
 pytestmark = [
@@ -33,11 +33,6 @@ pytestmark = [
 PROMPT = random_tokens(12, seed=3)
 EXIT_TIMEOUT_S = 100
 UNAVAILABLE = 14
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model("llama", tmp_path_factory.mktemp("process"), max_position_embeddings=1024)
 
 
 @pytest.fixture
@@ -59,8 +54,8 @@ async def is_gone(port, key):
 
 async def test_sigterm_drains_running_blocks_and_exits_0(model, redis_port):
     url = f"redis://127.0.0.1:{redis_port}/0"
-    options = ["--model", model, "--redis-url", url, "--max-batch-tokens", 16]
-    async with spawned("target", *options) as (process, address):
+    options = ("--redis-url", url, "--max-batch-tokens", "16")
+    with worker_process("target", str(model), *options) as (process, address):
         (key,) = await entries(redis_port)
         link = Link(address, "target")
         blocks = [verify_block(random_tokens(1000, seed=i), session_id=f"s{i}") for i in range(6)]
@@ -72,18 +67,18 @@ async def test_sigterm_drains_running_blocks_and_exits_0(model, redis_port):
         answers = await asyncio.wait_for(asyncio.gather(*pending), EXIT_TIMEOUT_S)
         assert {answer.WhichOneof("outcome") for answer in answers} == {"verdict"}
         assert await link.call.code() == grpc.StatusCode.OK
-        assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
+        assert await asyncio.to_thread(process.wait, EXIT_TIMEOUT_S) == 0
         await link.close()
 
 
 async def test_options_and_environment_reach_a_worker_that_sigint_ends(model):
     environment = {"GAMMARAY_CACHE_BUDGET_MB": "7", "GAMMARAY_MODEL": "overridden"}
-    async with spawned("draft", "--model", model, **environment) as (process, address):
+    with worker_process("draft", str(model), environment=environment) as (process, address):
         link = Link(address, "draft")
         assert (await link.info()).cache_budget_bytes == 7 << 20
         assert (await link.ask(propose_block(PROMPT, 2))).WhichOneof("outcome") == "proposal"
         process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
+        assert await asyncio.to_thread(process.wait, EXIT_TIMEOUT_S) == 0
         await link.close()
 
 

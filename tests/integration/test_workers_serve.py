@@ -49,14 +49,6 @@ def test_build_refuses_bad_settings_and_several_workers_on_one_port(role):
         build(role, {"listen": "127.0.0.1:5000"}, num_replicas=2)
 
 
-def affinities():
-    found = set()
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # threads come and go
-            found.add(tuple(os.sched_getaffinity(int(thread))))
-    return found
-
-
 @pytest.mark.parametrize(("role", "settings_class"), [("draft", DraftSettings), ("target", TargetSettings)])
 async def test_replica_starts_reports_health_and_drains(role, settings_class, tmp_path):
     settings = settings_class(model=str(tiny_model("llama", tmp_path)), device="cpu")
@@ -64,7 +56,11 @@ async def test_replica_starts_reports_health_and_drains(role, settings_class, tm
     usual = os.sched_getaffinity(0)
     try:
         await replica.__init__(role, settings, cores=(min(usual),))
-        assert affinities() == {(min(usual),)}
+        affinities = set()
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # threads come and go
+                affinities.add(tuple(os.sched_getaffinity(int(thread))))
+        assert affinities == {(min(usual),)}
     finally:
         bind_cores(usual)
     assert replica.worker.role == role

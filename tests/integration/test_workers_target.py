@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.types import SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
 from tests.support.engine_helpers import plain_logits, plain_model, random_tokens, tiny_model
 from tests.support.workers.held_engine import HeldEngine, all_read
@@ -23,11 +23,6 @@ pytestmark = pytest.mark.integration
 
 PROMPT = random_tokens(12, seed=3)
 RESOURCE_EXHAUSTED, CANCELLED = 8, 1
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model("llama", tmp_path_factory.mktemp("target"), max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +62,6 @@ async def test_verify_chain_accepts_right_tokens_and_corrects_the_first_wrong_on
     assert verdict.next_token_id == reference[num_right]
     assert verdict.num_tested == min(num_right + 1, 5)
     assert (verdict.next_origin == types.TOKEN_ORIGIN_BONUS) == (num_right == 5)
-
-
-async def test_rejected_tokens_do_not_stay_in_the_cache(target, reference):
-    driver = Driver(target, None, PROMPT)
-    driver.tokens = list(PROMPT)
-    while (done := len(driver.tokens) - len(PROMPT)) < 35:
-        wrong = [(token + 1) % 97 for token in reference[done + 1 : done + 5]]
-        await driver.verify(Proposal((reference[done], *wrong)))
-    assert driver.tokens[len(PROMPT) :] == reference[: len(driver.tokens) - len(PROMPT)]
-    assert driver.accepted == 18
-    assert driver.num_needs == 0
 
 
 async def test_verify_tree_walks_to_the_right_leaf(target, reference):

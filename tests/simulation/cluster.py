@@ -20,6 +20,7 @@ from orchestrator import service
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.service import Orchestrator
 from orchestrator.text.tokenizer import Tokenizer
+from orchestrator.workers import verifier
 from services.draft_worker.worker import DraftServicer
 from services.process.registry import Announcer
 from services.streaming.messages import Model
@@ -211,6 +212,7 @@ class Cluster:
         with (
             self.network.installed(),
             patch.object(service, "Tokenizer", lambda _: tokenizer()),
+            patch.object(verifier, "CROWD", 1),
             patch.object(BlockStream, "__hash__", number),
         ):
             yield

@@ -75,7 +75,8 @@ _RESUME, _REPLAY = f"{_LIFECYCLE}:SessionManager._resume", f"{_LIFECYCLE}:OpenSe
 _SDK = "gammaray/client/resume.py:stream_completion"
 _PLACE = "orchestrator/access/admission.py:Admission.place"
 _LINK = "orchestrator/workers/connection.py:WorkerConnection"
-_DRAFTER = "orchestrator/workers/drafter.py:RemoteDrafter.release"
+_RELEASE = "orchestrator/workers/session_client.py:WorkerSession.release"
+_LISTEN = "orchestrator/workers/session_client.py:WorkerSession._start_listening"
 _VERIFIER = "orchestrator/workers/verifier.py:FencedVerifier.verify"
 _COPY, _TABLE = (f"services/scheduling/sessions.py:Session{rest}" for rest in ("Copy.merge", "Table.admit"))
 _MATCH = "services/scheduling/batcher.py:Batcher.match"
@@ -87,6 +88,7 @@ _LATE = "asyncio.get_running_loop().call_later(0.02, write.close)"
 _RUN, _FROM = "await self._run(calls)", "request.resume_from"
 _LEAVE, _PENDING = "self._leave(caller.tenant)", "self.pending.get(result.request_id)"
 _BEFORE, _TOLD = _PENDING.replace("_id)", "_id - 1)"), "range(self.offset, len(tokens), REPLAY_TOKENS)"
+_KEPT = "same = len(self.tokens[start : start + len(context)])"
 _EMITTED = "emitted = [*proposal.token_ids, verdict.next_token_id]"
 
 MUTANTS: dict[str, tuple[str, Callable[[ast.AST], _Edit]]] = {
@@ -118,9 +120,10 @@ MUTANTS: dict[str, tuple[str, Callable[[ast.AST], _Edit]]] = {
     ),
     "a release is lost": (f"{_LINK}.release", statement("self._releases.append")),
     "a session stays attached to its link": (f"{_LINK}.release", statement("self.sessions.discard")),
-    "a listener stays after a release": (_DRAFTER, statement("listeners.pop")),
+    "a listener stays after a release": (_RELEASE, statement("self._stop_listening")),
+    "another owner is not told that it hears no more": (_LISTEN, statement("before(None)")),
     "a dropped session counts as cancelled": (_VERIFIER, statement("dropped = error", "raise")),
-    "a worker keeps tokens that differ from the committed ones": (_COPY, statement("break")),
+    "a worker keeps tokens that differ from the committed ones": (_COPY, statement("common_prefix", _KEPT)),
     "a worker does not compare epochs": (_TABLE, expression("task.epoch < session.epoch", "False")),
     "the cache is not compared with the session": (_MATCH, expression("same < num_cached", "False")),
     "a copied prefix is one token too long": (_MATCH, expression("shared", "shared + 1", call="fork")),

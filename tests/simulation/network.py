@@ -74,9 +74,6 @@ class Network:
         self.on_answer: Callable[[Process, str, Any], None] = lambda *_: None
         self._balanced: dict[str, list[Server]] = {}
 
-    def is_blocked(self, source: str, target: str) -> bool:
-        return bool(self.blocked) and (source, target) in self.blocked
-
     def delay_s(self) -> float:
         least, most = self.latency_s
         return least + (most - least) * self.rng.random()
@@ -133,7 +130,7 @@ class Wire:
     def send(self, way: int, action: Callable[[], None], not_before: float = 0.0) -> None:
         """Run `action` in the server (way 0) or the client (way 1) when it has travelled there."""
         source, target = self.sides[way], self.sides[1 - way]
-        if self._held[way] or self.network.is_blocked(source.name, target.name):
+        if self._held[way] or (source.name, target.name) in self.network.blocked:
             self._held[way].append(action)
             return
         loop = self.network.loop

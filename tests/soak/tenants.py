@@ -10,13 +10,11 @@ import time
 import uuid
 from pathlib import Path
 
-from click.testing import CliRunner
-
 from gammaray import AsyncClient
-from gammaray.cli import main
 from gammaray.learning.folder import LearningFolder, stored_streams
 from gammaray.security.keys import create_key
 from tests.fuzz.campaign import Campaign
+from tests.support.cli_helpers import invoke
 
 SERVED = "soak"
 """Tenant of all other load; it agrees throughout."""
@@ -98,5 +96,5 @@ class Tenants:
         assert not left, f"{name} withdrew: {left}"
 
     def _drafters(self, *arguments: str) -> None:
-        found = CliRunner().invoke(main, ["drafters", "--folder", str(self._folder), *arguments])
+        found = invoke("drafters", "--folder", self._folder, *arguments)
         assert found.exit_code == 0, f"{arguments}: {found.stderr} {found.exception!r}"

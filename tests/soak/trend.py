@@ -86,6 +86,8 @@ def trend(at_s: Sequence[float], values: Sequence[float], bound: Bound) -> Trend
     third = len(values) // 3
     early, late = values[-2 * third : -third], values[-third:]
     hours = (statistics.median(at_s[-third:]) - statistics.median(at_s[-2 * third : -third])) / 3600
+    ends = [2 * third * number // NUM_QUARTERS for number in range(NUM_QUARTERS + 1)]
+    medians = [statistics.median(values[-2 * third :][begin:end]) for begin, end in pairwise(ends)]
     rises = [(new > old) + 0.5 * (new == old) for new in late for old in early]
     return Trend(
         statistics.median(early),
@@ -93,12 +95,6 @@ def trend(at_s: Sequence[float], values: Sequence[float], bound: Bound) -> Trend
         bound.slack + bound.per_hour * hours,
         statistics.fmean(rises),
         min(1.0, 0.5 + Z * math.sqrt((2 * third + 1) / (12 * third**2))),
-        _goes_on(values[-2 * third :]),
+        all(new > old for old, new in pairwise(medians)),
         bound.is_pool,
     )
-
-
-def _goes_on(values: Sequence[float]) -> bool:
-    ends = [len(values) * number // NUM_QUARTERS for number in range(NUM_QUARTERS + 1)]
-    medians = [statistics.median(values[begin:end]) for begin, end in pairwise(ends)]
-    return all(new > old for old, new in pairwise(medians))

@@ -6,15 +6,15 @@ import itertools
 import json
 import math
 import random
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI, Request, Response
+
+from tests.support.http_helpers import listening
 
 Body = dict[str, Any]
 
@@ -58,8 +58,6 @@ class Fault:
         request: Changes a request on its way to the server.
         answer: Changes a whole answer; streams are made of whole answers, token by token.
         stream: Changes the texts of a stream's pieces.
-        share: Share of sampled tokens that come from the changed request; the rest is the unchanged one's, if
-            any. What follows such a token follows from it.
         where: The requests that have it.
         at_once: Requests at once, this one among them, from which on a request has it.
         later: Whether only the choices after the first one come from the changed request.
@@ -71,7 +69,6 @@ class Fault:
     request: Callable[[Body], None] = lambda body: None
     answer: Callable[[Body, Body], None] = lambda body, answer: None
     stream: Callable[[list[str]], None] = lambda pieces: None
-    share: float = 0.0
     where: Callable[[Body], bool] = always
     at_once: int = 1
     later: bool = False
@@ -294,7 +291,6 @@ MATRIX = {
     "every sixth JSON cut": Fault("json-schema", answer=_truncated_json),
     "end of the prompt before the text in streams": Fault("stream", answer=_echoed, where=streamed),
     "temperature 5 % too low": _at_temperature(0.95),
-    "2 % of tokens are the most likely ones": _at_temperature(0.0, share=0.02),
     "temperature 0.9 of long prompts": _at_temperature(0.9, where=lambda body: len(body["prompt"]) > 40),
     "temperature 0.8 in streams": _at_temperature(0.8, where=streamed),
     "temperature 0.7 for later choices": _at_temperature(0.7, later=True),
@@ -302,7 +298,6 @@ MATRIX = {
     "temperature 0.8 of repeated prompts": _at_temperature(0.8, where=repeated()),
     "temperature 0.8 after 64 tokens": _at_temperature(0.8, after=64),
     "first token greedy": _at_temperature(0.0, first=1),
-    "5 % of tokens at temperature 3": _at_temperature(3.0, share=0.05),
     "log-probabilities of temperature 0.9": Fault("law", answer=each_list(_normalised(1 / 0.9))),
     "log-probabilities among those listed": Fault("law", answer=each_list(_normalised(1.0))),
 }
@@ -315,9 +310,7 @@ class Proxy:
 
     url: str
     faults: Sequence[Fault]
-    requests: int = 0
     _at_once: int = 0
-    _random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -330,7 +323,6 @@ class Proxy:
         return Response(answer.content, answer.status_code, media_type="application/json")
 
     async def _complete(self, request: Request) -> Response:
-        self.requests += 1
         self._at_once += 1
         try:
             return await self._answer(await request.json())
@@ -345,14 +337,7 @@ class Proxy:
         asked = copy.deepcopy(plain)
         for fault in faults:
             fault.request(asked)
-        is_sampled = plain.get("temperature", 1) > 0 and not {"response_format", "logit_bias"} & plain.keys()
-        (share,) = {fault.share for fault in faults} or {0.0}
-        if share and is_sampled:
-            probe = await self._http.post("/v1/completions", json={**asked, "max_tokens": 1})
-            if probe.status_code != 200:
-                return Response(probe.content, probe.status_code, media_type="application/json")
-            answer = await self._mixed(plain, asked, share)
-        elif parts := self._parts(plain, asked, faults):
+        if parts := self._parts(plain, asked, faults):
             answer = await self._joined(parts)
         else:
             answered = await self._http.post("/v1/completions", json=asked)
@@ -396,36 +381,6 @@ class Proxy:
             answer["usage"][name] += more["usage"]["completion_tokens"]
         return answer
 
-    async def _mixed(self, plain: Body, asked: Body, share: float) -> Body:
-        """Complete choice by choice; a token of the changed request is the context of what follows."""
-        choices, usage = [], {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        for index in range(plain.get("n") or 1):
-            seed = plain.get("seed")
-            rng = random.Random(f"{plain['prompt']}{seed}{index}") if seed is not None else self._random
-            columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
-            text, reason, left, is_changed = "", "length", plain["max_tokens"], False
-            while left and reason == "length":
-                gap = math.floor(math.log(1 - rng.random()) / math.log(1 - share))
-                count = 1 if is_changed else min(gap, left)
-                if count:
-                    piece = {**(asked if is_changed else plain), "max_tokens": count, "n": 1, "logprobs": 20}
-                    piece |= {"prompt": plain["prompt"] + text}
-                    piece |= {} if seed is None else {"seed": seed + 7919 * index + left}
-                    answer = (await self._http.post("/v1/completions", json=piece)).json()
-                    (choice,) = answer["choices"]
-                    usage["prompt_tokens"] = usage["prompt_tokens"] or answer["usage"]["prompt_tokens"]
-                    for name, column in columns.items():
-                        column += choice["logprobs"][name]
-                    text += choice["text"]
-                    left -= len(choice["logprobs"]["tokens"])
-                    reason = choice["finish_reason"]
-                is_changed = not is_changed
-            usage["completion_tokens"] += len(columns["tokens"])
-            logprobs = columns if plain.get("logprobs") else None
-            choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason})
-        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-        return {"choices": choices, "usage": usage}
-
     def _events(self, answer: Body, faults: Sequence[Fault]) -> bytes:
         events: list[Body] = []
         for choice in answer["choices"]:
@@ -446,21 +401,3 @@ class Proxy:
         async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as self._http:
             async with listening(self.app()) as url:
                 yield url
-
-
-@asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """Serve an ASGI application on a free loopback port, in this event loop, and yield its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        task = asyncio.ensure_future(server.serve([listener]))
-        try:
-            async with asyncio.timeout(30):
-                while not server.started:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            await asyncio.wait_for(task, 30)

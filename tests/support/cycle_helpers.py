@@ -75,29 +75,24 @@ class FunctionDrafter:
 
 
 class ListStore:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    def __init__(self) -> None:
         self.token_ids: list[int] = []
-        self.origins: list[TokenOrigin] = []
 
     async def append(
         self, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin], logprobs=()
     ) -> None:
-        if self.error is not None:
-            raise self.error
         self.token_ids += token_ids
-        self.origins += origins
 
 
 class ConstantGamma:
-    """Always the same gamma, with room for trees; keeps the cycles it observed."""
+    """Always the same shape, by default with room for trees; keeps the cycles that it observed."""
 
-    def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
+    def __init__(self, gamma: int, max_nodes: int | None = None) -> None:
+        self.shape = Shape(gamma, 2 * gamma if max_nodes is None else max_nodes)
         self.cycles: list[Cycle] = []
 
     def next_shape(self) -> Shape:
-        return Shape(self.gamma, 2 * self.gamma)
+        return self.shape
 
     def observe(self, cycle: Cycle) -> None:
         self.cycles.append(cycle)

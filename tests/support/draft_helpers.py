@@ -28,7 +28,6 @@ class TableEngine:
 
     Attributes:
         num_steps: Forwards so far.
-        num_rows: Tokens fed so far.
     """
 
     vocab_size, max_context, device = VOCAB, 400, torch.device("cpu")
@@ -40,7 +39,7 @@ class TableEngine:
         generator = torch.Generator().manual_seed(seed)
         self.table = spread * torch.randn(VOCAB, VOCAB, VOCAB, generator=generator)
         self.caches: dict[str, SessionCache] = {}
-        self.num_steps = self.num_rows = 0
+        self.num_steps = 0
         self.has_space = True
 
     def keep_reduced(self):
@@ -97,7 +96,6 @@ class TableEngine:
             assert cache.data[0, 0, :, 0][before].tolist() == expected[:-1]
             cache.data[0, 0, slot, 0] = expected[-1]
             rows.append(self.row(path))
-        self.num_rows += len(rows)
         return torch.stack(rows)[len(rows) - feed.num_logits :].clone()
 
     def row(self, path: Sequence[int]) -> Tensor:
@@ -136,9 +134,6 @@ class TableEngine:
 
     def stats(self) -> None:
         """No test here asks for them."""
-
-    def drop_retained(self) -> None:
-        """There is nothing."""
 
     def forget(self, session_id: str) -> None:
         """Nothing is retained."""

@@ -142,12 +142,12 @@ def plain_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tens
     return model(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
 
 
-def batched_engine(directory: Path, *, dtype: str = "float32") -> Engine:
-    """Load transformers' layers with one attention of all sessions, as on GPUs."""
+def flash_engine(directory: Path, *, dtype: str = "float32") -> Engine:
+    """Load transformers' layers with a causal kernel for chunks of prompts, as on GPUs."""
     loaded = load_model(str(directory), device="cpu", dtype=dtype)
     layout = probe_model(loaded)
     shape = CacheShape(layout.num_layers, layout.kv_heads, layout.kv_dim, loaded.dtype, loaded.device)
-    runner = TransformersRunner(loaded, layout, batched=True)
+    runner = TransformersRunner(loaded, layout, flash=True)
     sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
     return Engine(runner, shape, 1 << 26, model_name=str(directory), **sizes)
 

@@ -69,7 +69,9 @@ def _write(model: PreTrainedModel, path: Path, quantised: str, change: Any) -> N
         values = weight.numpy()
         if name == "llama" and (".q_proj." in key or ".k_proj." in key):
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
-            values = _permuted(values, heads)
+            # As llama.cpp rotates them: neighbours instead of halves.
+            split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+            values = split.swapaxes(1, 2).reshape(values.shape)
         if name in _ZERO_CENTRED_NORMS and key.endswith("norm.weight"):
             values = values + 1
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
@@ -126,9 +128,3 @@ def _write_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_eos_token_id(END)
     writer.add_pad_token_id(END)
     writer.add_chat_template(TEMPLATE)
-
-
-def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key matrix as llama.cpp rotates them: neighbours instead of halves."""
-    split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return split.swapaxes(1, 2).reshape(weight.shape)

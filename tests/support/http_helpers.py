@@ -1,8 +1,14 @@
 """Calls of the OpenAI-compatible API over a scripted orchestrator."""
 
+import asyncio
 import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
+import uvicorn
 
 from orchestrator.api.http.server.app import create_app
 from tests.support.surface_helpers import SUMMARY
@@ -27,10 +33,33 @@ def scope_of(path):
     return {**scope, "headers": headers, "query_string": b"", "http_version": "1.1", "scheme": "http"}
 
 
+def http_client(backend, **options) -> httpx.AsyncClient:
+    """Return a client of an application in this process, made with options."""
+    transport = httpx.ASGITransport(create_app(backend, **options))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000", timeout=120)
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """Serve an ASGI application on a free loopback port, in this event loop, and yield its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        task = asyncio.ensure_future(server.serve([listener]))
+        try:
+            async with asyncio.timeout(30):
+                while not server.started:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await asyncio.wait_for(task, 30)
+
+
 async def call(backend, method="POST", path="/v1/completions", **options):
-    transport = httpx.ASGITransport(create_app(backend))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        return await client.request(method, path, **options)
+    async with http_client(backend) as http:
+        return await http.request(method, path, **options)
 
 
 async def complete(backend, path="/v1/completions", **body):

@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from gammaray.types import Proposal, SamplingParams, SparseDistribution, VerificationMethod
 from services.engine.sampling.noise import Noise
+from services.speculation.predictions import predictions
 from services.verification.rules import verify
-from tests.support.drafting_helpers import propose_token
 from tests.support.maths_helpers import Context, paths_of
 from tests.support.processing_helpers import processed
 
@@ -94,6 +94,22 @@ class Speculator:
         while len(context) < len(self.prompt) + length:
             context += self.cycle(context, drafter(self, context))
         return context[len(self.prompt) : len(self.prompt) + length]
+
+
+def propose_token(
+    method: VerificationMethod,
+    log_probs_row: Tensor,
+    noise: Noise | None,
+    base: int,
+    position: int,
+    top_k: int,
+    bits: int,
+) -> tuple[int, SparseDistribution | None, float]:
+    """Return the draft's token after one node, the distribution it was sampled from, and its confidence."""
+    (prediction,) = predictions(
+        method, log_probs_row[None], noise, [position], temperature=1.0, top_k=top_k, bits=bits
+    )
+    return prediction.choose(base), prediction.distribution, prediction.confidence(base)
 
 
 def _moved(rows: Tensor, bias: float) -> Tensor:

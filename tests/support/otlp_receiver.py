@@ -1,7 +1,6 @@
 """A small OTLP/gRPC receiver that keeps the spans it gets."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,7 +41,6 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
-        self.num_requests = 0
         self._changed = threading.Condition()
 
     def Export(
@@ -50,7 +48,6 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
     ) -> pb.ExportTraceServiceResponse:
         """Keep the spans of one request."""
         with self._changed:
-            self.num_requests += 1
             self.spans.extend(_spans(request))
             self._changed.notify_all()
         return pb.ExportTraceServiceResponse()
@@ -61,13 +58,9 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         Raises:
             TimeoutError: They do not in time.
         """
-        deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not condition(self.spans):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError(f"{len(self.spans)} spans came, not those that were waited for")
-                self._changed.wait(left_s)
+            if not self._changed.wait_for(lambda: condition(self.spans), timeout_s):
+                raise TimeoutError(f"{len(self.spans)} spans came, not those that were waited for")
             return list(self.spans)
 
 

@@ -1,9 +1,11 @@
-"""Processing of logits to distributions for one cycle, and a small grammar."""
+"""Processing of logits to distributions for one cycle, and small grammars."""
 
+import itertools
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -22,6 +24,39 @@ TOKENS = ("<eos>", "b", "a", "<eot>", "c", "ba", "bc", "ab", "cc", "ac", "1", "b
 
 GRAMMAR = "start: /(c?[ab])*c?a/"
 """Letters a, b and c without two c in a row, the last one an a."""
+
+AB_OR_BA = "start: /(ab|ba){1,2}c?/"
+AB_TEXTS = [
+    "".join(parts) + end
+    for count in (1, 2)
+    for parts in itertools.product(("ab", "ba"), repeat=count)
+    for end in ("", "c")
+]
+"""All texts of `AB_OR_BA`."""
+
+
+def text_of(output: Sequence[int], tokens: Sequence[str]) -> str:
+    return "".join(tokens[token_id] for token_id in output).replace("Ġ", " ")
+
+
+def listed(texts: Sequence[str], output: Sequence[int], tokens: Sequence[str]) -> list[int]:
+    """Return the possible tokens after an output of possible tokens, from all texts of the language."""
+    text = text_of(output, tokens)
+    return [
+        token_id
+        for token_id, token in enumerate(tokens)
+        if (
+            text in texts
+            if token[:2] == "<e"
+            else any(one.startswith(text + token.replace("Ġ", " ")) for one in texts)
+        )
+    ]
+
+
+def ids_of(mask: bytes | None) -> list[int] | None:
+    """Return the tokens that a mask allows."""
+    bits = np.unpackbits(np.frombuffer(mask or b"", np.uint8), bitorder="little")
+    return None if mask is None else [int(token_id) for token_id in np.flatnonzero(bits)]
 
 
 @cache

@@ -6,16 +6,10 @@ import re
 import httpx
 import openai
 
-from orchestrator.access.caller import Authenticator
-from orchestrator.api.http.server.app import create_app
+from tests.support.http_helpers import http_client
 from tests.support.openapi_helpers import check_answer, document, validator
 
 PATH = "/v1/responses"
-
-
-def http_client(backend, authenticator: Authenticator | None = None) -> httpx.AsyncClient:
-    app = create_app(backend, authenticator=authenticator)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 def client(backend) -> openai.AsyncOpenAI:

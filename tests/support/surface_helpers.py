@@ -99,6 +99,7 @@ class ScriptedBackend:
 
     model_name = "scripted"
     max_context = 64
+    has_exact_bytes = True
     adapters: Sequence[str] = ()
 
     def __init__(

@@ -7,7 +7,7 @@ from gammaray.blocks import Shape, Verdict
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.own.target_scheduler import TargetScheduler
 from services.scheduling.tasks import VerifyTask
-from tests.support.vllm_helpers import NOTHING, Session
+from tests.support.vllm_helpers import NOTHING, Session, answers
 
 
 class Run(Session):
@@ -31,19 +31,11 @@ class Run(Session):
 
     def ask(self, block: VerifyTask) -> Verdict:
         """Return a block's verdict, without drafting ahead."""
-        self.scheduler.submit([block])
-        while not (replies := self.scheduler.step()):
-            pass
-        verdict = replies[0][1].outcome
-        assert isinstance(verdict, Verdict), verdict
-        return verdict
+        (reply,) = answers(self.scheduler, [block])
+        return self.take(block, reply)
 
     def cycle(self, shape: Shape, proposal: Proposal = NOTHING) -> None:
-        verdict = self.ask(self.block(shape, proposal))
-        drafted = verdict.drafted or proposal
-        self.held = len(self.tokens)
-        self.tokens += [drafted.token_ids[node] for node in verdict.accepted_path]
-        self.tokens.append(verdict.next_token_id)
+        drafted = self.ask(self.block(shape, proposal)).drafted or proposal
         self.proposals.append(drafted.token_ids)
         self.prepared.append(drafted.is_prepared)
 

@@ -57,7 +57,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
     known, left, wide = (item.config.stash[key] for key in (_KNOWN, _LEFT, _WIDE))
     for thread in threading.enumerate():
-        if thread not in known and not _is_shared(thread):
+        # Python cannot tell when a "Dummy" thread ends: it is of a library that once called Python in it.
+        is_shared = thread.name.startswith((*OF_THE_PROCESS, "Dummy-")) or OF_GRPC in thread.name
+        if thread not in known and not is_shared:
             left[thread] = item.nodeid
     if left and not wide:
         deadline = time.monotonic() + DEADLINE_S
@@ -66,8 +68,3 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         complaints = [f"{thread.name}, begun in {left[thread]}" for thread in going_on]
         left.clear()
         assert not complaints, f"threads that outlive their tests: {'; '.join(complaints)}"
-
-
-def _is_shared(thread: threading.Thread) -> bool:
-    # Python cannot tell when a "Dummy" thread ends: it belongs to a library that once called Python in it.
-    return thread.name.startswith((*OF_THE_PROCESS, "Dummy-")) or OF_GRPC in thread.name

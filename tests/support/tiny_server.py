@@ -62,12 +62,6 @@ def _drawn(values: Logits, body: Body, draw: random.Random) -> int:
     return int(order[np.searchsorted(masses, draw.random() * masses[-1], side="right")])
 
 
-def _animal(schema: Body, draw: random.Random) -> str:
-    kind, tame = draw.choice(["cat", "dog", "bird"]), draw.choice(["true", "false"])
-    age = draw.randint(0, schema["properties"]["age"].get("maximum", 99))
-    return f'{{"kind": "{kind}", "age": {age}, "tame": {tame}}}'
-
-
 def _choice(body: Body, index: int) -> Body:
     prompt = [ord(c) % len(WORDS) for c in body["prompt"]]
     draw = random.Random(f"{body['seed']}/{index}" if body.get("seed") is not None else None)
@@ -79,7 +73,9 @@ def _choice(body: Body, index: int) -> Body:
         columns["token_logprobs"] = [None] * len(prompt)
         columns["top_logprobs"] = [None] * len(prompt)
     if form := body.get("response_format"):
-        text = _animal(form["json_schema"]["schema"], draw)
+        kind, tame = draw.choice(["cat", "dog", "bird"]), draw.choice(["true", "false"])
+        age = draw.randint(0, form["json_schema"]["schema"]["properties"]["age"].get("maximum", 99))
+        text = f'{{"kind": "{kind}", "age": {age}, "tame": {tame}}}'
         return {"index": index, "text": text, "logprobs": None, "finish_reason": "stop", "count": len(text)}
     while len(ids) < body["max_tokens"]:
         raw = logits(tuple([*prompt, *ids][-3:]))

@@ -2,7 +2,6 @@
 
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ import uvicorn
 from orchestrator.api.http.server.app import create_app
 from orchestrator.launcher.preflight import free_ports
 from tests.support.surface_helpers import ScriptedBackend
+from tests.support.workers.redis_helpers import wait_until
 
 
 @contextmanager
@@ -24,11 +24,8 @@ def http_front(pki=None, files=None, *, mutual: bool = False, backend=None) -> I
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
     try:
+        wait_until(lambda: server.started)
         yield f"localhost:{port}"
     finally:
         server.should_exit = True

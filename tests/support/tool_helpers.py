@@ -196,8 +196,9 @@ class Follower:
 
     def __init__(self, added: Mapping[str, bool]) -> None:
         self._tokenizer = raw_tokenizer(added)
-        eos = self._tokenizer.token_to_id("<|end|>")
-        self._compiler = GrammarCompiler(self._tokenizer.to_str(), self._tokenizer.get_vocab_size(), [eos])
+        self._eos = self._tokenizer.token_to_id("<|end|>")
+        vocab_size = self._tokenizer.get_vocab_size()
+        self._compiler = GrammarCompiler(self._tokenizer.to_str(), vocab_size, [self._eos])
 
     def accepts(self, grammar: str, text: str) -> bool:
         state = self._compiler.begin(grammar)
@@ -205,7 +206,7 @@ class Follower:
         if state.count_possible(token_ids) < len(token_ids):
             return False
         state.extend(token_ids)
-        return state.is_complete
+        return state.count_possible([self._eos]) == 1
 
 
 def parser_of(family: CallFamily, **options: object) -> CallParser:

@@ -89,8 +89,8 @@ def answers(scheduler: Any, tasks: Sequence[VerifyTask | ProposeTask]) -> list[R
     scheduler.submit(tasks)
     replies: dict[int, Reply] = {}
     for _ in range(MAX_STEPS):
-        replies |= {reply.request_id: reply for _, reply in scheduler.step()}
-        if len(replies) >= len(tasks):
+        replies |= {reply.request_id: reply for _, reply in scheduler.step() if not reply.is_ahead}
+        if all(task.request_id in replies for task in tasks):
             return [replies[task.request_id] for task in tasks]
     raise AssertionError(f"{len(tasks) - len(replies)} blocks without an answer after {MAX_STEPS} steps")
 
@@ -104,23 +104,44 @@ def ask(scheduler: Any, session: Session, proposal: Proposal | Sequence[int] = N
     return session.take(task, reply)
 
 
+Cycle = tuple[Session, int, tuple[int, ...], Verdict]
+
+
+def run(
+    scheduler: Any,
+    sessions: Sequence[Session],
+    num_tokens: int,
+    block: Callable[[Session], Mapping[str, Any]] = lambda session: {},
+    *,
+    to_end: bool = False,
+) -> list[Cycle]:
+    """Serve blocks of all sessions in one batch until each has so many tokens, or with `to_end` its end.
+
+    Returns:
+        The cycles: session, position, proposal and verdict.
+    """
+    cycles: list[Cycle] = []
+    while active := [
+        one
+        for one in sessions
+        if len(one.output) < num_tokens and not (to_end and set(one.output) & set(one.eos_token_ids))
+    ]:
+        tasks = [one.block(**block(one)) for one in active]
+        for one, task, reply in zip(active, tasks, answers(scheduler, tasks), strict=True):
+            position, verdict = len(one.tokens), one.take(task, reply)
+            cycles.append((one, position, task.proposal.token_ids, verdict))
+    return cycles
+
+
 Propose = Callable[[Session], Proposal | Sequence[int]]
 
 
 def generate(
     scheduler: Any, sessions: Sequence[Session], num_tokens: int, propose: Propose = lambda session: NOTHING
 ) -> list[list[int]]:
-    """Run cycles of all sessions in one batch until each has an output of that length; return the outputs.
-
-    Proposals may run past the length; what is past it is cut from the outputs.
-    """
-    while True:
-        active = [session for session in sessions if len(session.output) < num_tokens]
-        if not active:
-            return [session.output[:num_tokens] for session in sessions]
-        tasks = [session.block(propose(session)) for session in active]
-        for session, task, reply in zip(active, tasks, answers(scheduler, tasks), strict=True):
-            session.take(task, reply)
+    """Return outputs of that length; proposals may run past it."""
+    run(scheduler, sessions, num_tokens, lambda one: {"proposal": propose(one)})
+    return [session.output[:num_tokens] for session in sessions]
 
 
 def complete(
@@ -129,15 +150,8 @@ def complete(
     num_tokens: int,
     block: Callable[[Session], Mapping[str, Any]] = lambda session: {},
 ) -> list[list[int]]:
-    """Run cycles of all sessions in one batch until each has its tokens or its end; return the outputs."""
-    while active := [
-        one
-        for one in sessions
-        if len(one.output) < num_tokens and not set(one.output) & set(one.eos_token_ids)
-    ]:
-        tasks = [one.block(**block(one)) for one in active]
-        for one, task, reply in zip(active, tasks, answers(scheduler, tasks), strict=True):
-            one.take(task, reply)
+    """Return outputs that end with their end or at that length."""
+    run(scheduler, sessions, num_tokens, block, to_end=True)
     return [up_to_end(one)[:num_tokens] for one in sessions]
 
 

@@ -80,19 +80,15 @@ def word_pieces() -> PreTrainedTokenizerFast:
 
 def single_bytes(order: Sequence[int]) -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token per byte and one special token, the last; `order` is the id of each."""
-    alphabet = _alphabet()
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
     vocabulary = {alphabet[byte]: token_id for byte, token_id in enumerate(order)}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-
-
-def _alphabet() -> list[str]:
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def renumbered(source: Path, copy: Path, order: Sequence[int]) -> Path:

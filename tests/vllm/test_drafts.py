@@ -13,6 +13,7 @@ from gammaray.errors import (
     InvalidArgumentError,
 )
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.engine.core.errors import EngineLostError
 from services.engine.loader import load_engine
 from services.own.draft_scheduler import DraftScheduler
 from services.scheduling.grammars import Grammars
@@ -271,6 +272,18 @@ def filling(engine, extra: int) -> list[Session]:
         Session(random_tokens(per_session * CPU_DRAFT_BLOCK - 2, seed=seed), DRAWN)
         for seed in range(engine.num_free_blocks // per_session + extra)
     ]
+
+
+def test_an_engine_that_is_lost_is_not_recovered_and_its_blocks_are_answered(drafts, monkeypatch):
+    def fail():
+        raise EngineLostError("vLLM does not release its KV cache")
+
+    drafts.submit([draft_task(sessions_with(DRAWN)[0], 4)])
+    with monkeypatch.context() as patch:
+        patch.setattr(drafts.engine, "recover", fail)
+        drafts.fail_all(EngineLostError("a process of vLLM has ended"))
+    ((_, reply),) = drafts.step()
+    assert isinstance(reply.outcome, EngineLostError)
 
 
 def test_sessions_that_exceed_the_cache_together_are_all_served(drafts, cpu_drafts, monkeypatch):

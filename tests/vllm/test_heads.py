@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from gammaray.blocks import Shape, Verdict
+from gammaray.blocks import Shape
 from gammaray.config import TargetSettings
 from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.loader import load_engine
 from services.own.head_loading import load_local_drafter
 from services.own.target_scheduler import TargetScheduler
 from tests.support import vllm_head_helpers as heads
-from tests.support.vllm_helpers import Session, answers, ask, end, generate
+from tests.support.vllm_helpers import Session, ask, end, generate, run
 from tests.vllm.conftest import LIMITS, start_vllm
 
 BUDGET = 3 << 20
@@ -103,23 +103,6 @@ def pair(engines):
 def prompts(count: int = 4) -> list[list[int]]:
     rng = random.Random(3)
     return [[rng.randrange(97) for _ in range(5 + 9 * at)] for at in range(count)]
-
-
-Cycle = tuple[Session, int, tuple[int, ...], Verdict]
-
-
-def run(
-    scheduler: Any, sessions: Sequence[Session], num_tokens: int, block: Callable[[Session], dict[str, Any]]
-) -> list[Cycle]:
-    """Serve blocks of all sessions in batches; return each with its position, proposal and verdict."""
-    cycles: list[Cycle] = []
-    while active := [session for session in sessions if len(session.output) < num_tokens]:
-        tasks = [session.block(**block(session)) for session in active]
-        for session, task, reply in zip(active, tasks, answers(scheduler, tasks), strict=True):
-            position = len(session.tokens)
-            verdict = session.take(task, reply)
-            cycles.append((session, position, task.proposal.token_ids, verdict))
-    return cycles
 
 
 def by_head(depth: int) -> Callable[[Session], dict[str, Any]]:

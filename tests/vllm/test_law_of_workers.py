@@ -6,7 +6,8 @@ gRPC, Redis and the orchestrator are those of a cluster; Ray, which hosts proces
 import asyncio
 import math
 from collections import Counter
-from contextlib import AsyncExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ from transformers import AutoModelForCausalLM
 from gammaray.demo_pair import resolve_model
 from gammaray.types import DrafterKind, GammaPolicy, GenerationRequest, SamplingParams, VerificationMethod
 from tests.support.maths_loop_helpers import g_test
-from tests.support.workers.process_helpers import spawned
 from tests.support.workers.redis_helpers import running_redis
-from tests.support.workers.service_helpers import complete, running, tokens_of
+from tests.support.workers.service_helpers import complete, running, tokens_of, worker_process
 
 pytestmark = [pytest.mark.integration, pytest.mark.statistical, pytest.mark.timeout(400), pytest.mark.nightly]
 
@@ -28,7 +28,7 @@ TEMPERATURE = 1.0
 NUM_SEEDS = 500
 TILT = 0.3
 ALPHA = 1e-4
-VLLM = ("--model", "demo", "--engine", "vllm", "--cache-budget-mb", 64)
+VLLM = ("demo", "--engine", "vllm", "--cache-budget-mb", "64")
 
 
 @torch.no_grad()
@@ -71,12 +71,10 @@ def request(method: VerificationMethod, seed: int) -> GenerationRequest:
 
 async def test_two_tokens_over_many_seeds_have_the_targets_law_with_every_method():
     law = pair_law()
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
         redis = stack.enter_context(running_redis())
-        (_, target), (_, draft) = await asyncio.gather(
-            stack.enter_async_context(spawned("target", *VLLM)),
-            stack.enter_async_context(spawned("draft", *VLLM, "--target", "demo")),
-        )
+        starts = worker_process("target", *VLLM), worker_process("draft", *VLLM, "--target", "demo")
+        (_, target), (_, draft) = threads.map(stack.enter_context, starts)
         async with running(redis, target, draft, propose_timeout_s=20) as orchestrator:
             free = asyncio.Semaphore(50)
 

@@ -2,8 +2,6 @@
 
 import random
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -13,6 +11,7 @@ from gammaray.types import SamplingParams
 from services.scheduling.tasks import NeedTokens
 from tests.support.processing_helpers import GRAMMAR, follows_grammar
 from tests.support.vllm_helpers import Session, ask, end, generate, proposer
+from tests.support.workers.service_helpers import worker_process
 from tests.vllm.conftest import start_vllm
 
 NUM_TOKENS = 40
@@ -81,34 +80,18 @@ def test_the_error_of_a_block_comes_back_from_another_process(ranks):
 @pytest.fixture
 def worker(llama):
     """A target worker with two ranks, as a process that listens; its ranks."""
-    command = [sys.executable, "-m", "services.target_worker", "--model", str(llama), "--engine", "vllm"]
-    options = ["--tensor-parallel", "2", "--cache-budget-mb", "16"]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
-    watched = psutil.Process(process.pid)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("listening "), line
-        yield process, watched.children(recursive=True)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def ranks_of(children):
-    return [
-        child
-        for child in children
-        if "multiprocessing.spawn" in " ".join(child.cmdline()) or "VLLM" in child.name()
-    ]
+    options = ("--engine", "vllm", "--tensor-parallel", "2", "--cache-budget-mb", "16")
+    with worker_process("target", str(llama), *options) as (process, _):
+        yield process, psutil.Process(process.pid).children(recursive=True)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(START_TIMEOUT_S)
 def test_sigkill_of_a_rank_ends_the_worker_with_exit_1_and_no_process_stays(worker):
     process, children = worker
-    victims = ranks_of(children)
-    assert len(victims) == 2, [child.cmdline() for child in children]
+    commands = {child: " ".join(child.cmdline()) for child in children}
+    victims = [one for one in children if "multiprocessing.spawn" in commands[one] or "VLLM" in one.name()]
+    assert len(victims) == 2, commands
     victims[1].kill()
     assert process.wait(30) == 1
     _, alive = psutil.wait_procs(children, 10)

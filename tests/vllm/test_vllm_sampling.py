@@ -46,13 +46,13 @@ PARAMETERS = {
 }
 
 
-def sessions_of(fields):
+def sessions_of(fields, lengths=(1, 30, 150), number=4):
     """Three prompts with the parameters of each case; one is longer than a block of the cache.
 
     No greedy choice of these is within 1e-3 of another one, so that every instruction set makes the same.
     """
-    rng = random.Random(4)
-    prompts = [[rng.randrange(4, 97) for _ in range(length)] for length in (1, 30, 150)]
+    rng = random.Random(number)
+    prompts = [[rng.randrange(4, 97) for _ in range(length)] for length in lengths]
     return [
         Session(prompt, SamplingParams(**{"seed": seed, **fields}), eos_token_ids=EOS)
         for seed, prompt in enumerate(prompts)
@@ -83,15 +83,7 @@ def test_all_parameters_in_one_batch_with_and_without_proposals(scheduler, refer
 
 
 def grammar_sessions(**fields):
-    rng = random.Random(3)
-    return [
-        Session(
-            [rng.randrange(4, 97) for _ in range(length)],
-            SamplingParams(seed=seed, grammar=GRAMMAR, **fields),
-            eos_token_ids=EOS,
-        )
-        for seed, length in enumerate((5, 40, 135))
-    ]
+    return sessions_of({"grammar": GRAMMAR, **fields}, (5, 40, 135), 3)
 
 
 def plain(reference, count, **fields):

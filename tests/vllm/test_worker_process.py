@@ -3,7 +3,8 @@
 import asyncio
 import dataclasses
 import signal
-from contextlib import AsyncExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import grpc
 import psutil
@@ -12,18 +13,25 @@ import pytest
 from gammaray.receipts.keys import read_receipt_keys, rotate
 from gammaray.receipts.receipt import SignedReceipt
 from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams
+from orchestrator.launcher.reaper import runs
 from orchestrator.workers.protocol import TARGET
 from services.receipts.check import ReceiptChecker
 from tests.support.engine_helpers import random_tokens
-from tests.support.workers.process_helpers import spawned
 from tests.support.workers.redis_helpers import running_redis, wait_until
-from tests.support.workers.service_helpers import PROMPTS, SEEDED, complete, running, tokens_of
+from tests.support.workers.service_helpers import (
+    PROMPTS,
+    SEEDED,
+    complete,
+    running,
+    tokens_of,
+    worker_process,
+)
 from tests.support.workers.workers_helpers import Link, verify_block
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 EXIT_TIMEOUT_S = 60
-OPTIONS = ("--model", "demo", "--engine", "vllm", "--cache-budget-mb", 128, "--max-batch-tokens", 64)
+OPTIONS = ("--engine", "vllm", "--cache-budget-mb", "128", "--max-batch-tokens", "64")
 KILLED_AFTER = 5
 """Chunks of a stream."""
 
@@ -48,11 +56,10 @@ async def interrupted(orchestrator, request, processes):
 async def test_a_stream_survives_the_kill_of_its_worker_and_the_other_one_drains(tmp_path):
     """The receipts of the stream and of an undisturbed one are valid by the CPU engine."""
     rotate(keys := tmp_path / "keys.json")
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
         redis = stack.enter_context(running_redis())
-        started = await asyncio.gather(
-            *(stack.enter_async_context(spawned("target", *OPTIONS)) for _ in range(2))
-        )
+        starts = [worker_process("target", "demo", *OPTIONS) for _ in range(2)]
+        started = threads.map(stack.enter_context, starts)
         processes = {address: process for process, address in started}
         async with running(redis, ",".join(processes), "", receipt_keys_file=str(keys)) as orchestrator:
             request = GenerationRequest(
@@ -68,7 +75,7 @@ async def test_a_stream_survives_the_kill_of_its_worker_and_the_other_one_drains
             chunks, killed = await interrupted(orchestrator, request, processes)
             assert tokens_of(chunks) == undisturbed[0]
             assert len(tokens_of(chunks)) == 60
-            assert await processes[killed].wait() == -signal.SIGKILL
+            assert processes[killed].wait() == -signal.SIGKILL
             resumed = await complete(orchestrator, greedy)
             assert tokens_of(resumed) == undisturbed[1]
         (address,) = [address for address in processes if address != killed]
@@ -93,12 +100,8 @@ async def assert_drains(process, address):
     answers = await asyncio.wait_for(asyncio.gather(*pending), EXIT_TIMEOUT_S)
     assert {answer.WhichOneof("outcome") for answer in answers} == {"verdict"}
     assert await link.call.code() == grpc.StatusCode.OK
-    assert await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S) == 0
+    assert await asyncio.to_thread(process.wait, EXIT_TIMEOUT_S) == 0
     await link.close()
 
-    def left():
-        # A zombie has ended; it is for the machine's first process to reap.
-        return [each for each in children if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-
     # A helper process of Python's may end a moment after the worker.
-    await asyncio.to_thread(wait_until, lambda: not left())
+    await asyncio.to_thread(wait_until, lambda: not any(map(runs, children)))

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gammaray.errors import GammarayError
 from orchestrator.access.caller import Authenticator, Caller
 from orchestrator.api.http.errors import error_response
+from orchestrator.api.http.sites import ForeignSiteError, Hosts
 
 DOCUMENT_PATH = "/openapi.json"
 RECEIPT_KEYS_PATH = "/v1/receipts/key"
@@ -19,27 +20,27 @@ checks receipts. The page at / prompts for a key itself."""
 
 
 class AccessControl:
-    """ASGI middleware: authenticates the caller, and rejects unknown callers before their body is read."""
+    """ASGI middleware: authenticates the caller, and rejects unknown callers before their body is read.
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
-        self._app, self._authenticator = app, authenticator
+    Where no key is required, it rejects requests from pages of other sites, for which `hosts` are checked.
+    """
+
+    def __init__(self, app: ASGIApp, authenticator: Authenticator, hosts: Hosts) -> None:
+        self._app, self._authenticator, self._hosts = app, authenticator, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            headers, caller = Headers(scope=scope), None
             try:
-                caller = self._authenticator.identify(Headers(scope=scope))
+                if self._authenticator.is_open:
+                    self._hosts.check(headers)
+                caller = self._authenticator.identify(headers)
             except GammarayError as error:
-                if scope["path"] not in PUBLIC_PATHS:
+                if scope["path"] not in PUBLIC_PATHS or isinstance(error, ForeignSiteError):
                     await error_response(error)(scope, receive, send)
                     return
-                caller = None
             scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
-
-
-def has_caller(request: Request) -> bool:
-    """Return whether a request to a public path comes from a caller who may use the others."""
-    return getattr(request.state, "caller", None) is not None
 
 
 def caller_of(request: Request) -> Caller:

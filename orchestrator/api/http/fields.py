@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
@@ -165,17 +166,13 @@ class StructuredOutputs(StrictModel):
     json_object: bool = Field(False, description="Any JSON object.")
 
 
-def _biases(limit: int) -> BeforeValidator:
-    """Return the validator of an object with token ids as keys, which JSON has as strings."""
-
-    def by_token_id(value: Any) -> dict[int, Any]:
-        if not isinstance(value, dict) or len(value) > limit:
-            raise ValueError(f"an object of token id to bias, with at most {limit} entries")
-        if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in value):
-            raise ValueError("an object whose keys are token ids")
-        return {int(key): bias for key, bias in value.items()}
-
-    return BeforeValidator(by_token_id)
+def _by_token_id(limit: int, value: Any) -> dict[int, Any]:
+    """Return an object with token ids as keys, which JSON has as strings."""
+    if not isinstance(value, dict) or len(value) > limit:
+        raise ValueError(f"an object of token id to bias, with at most {limit} entries")
+    if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in value):
+        raise ValueError("an object whose keys are token ids")
+    return {int(key): bias for key, bias in value.items()}
 
 
 def sampling_type(name: str) -> Any:
@@ -185,7 +182,8 @@ def sampling_type(name: str) -> Any:
         some = Field(min_length=1, max_length=rule.max_ids, json_schema_extra={"minItems": 1})
         return Annotated[list[int], FailFast(), some, rule]
     if isinstance(rule, TokenBiases):
-        return Annotated[dict[int, float], _biases(rule.max_entries), rule]
+        by_token_id = partial(_by_token_id, rule.max_entries)
+        return Annotated[dict[int, float], BeforeValidator(by_token_id), rule]
     return SAMPLING_TYPES[name]
 
 
@@ -370,15 +368,7 @@ def _parsed(arguments: str) -> dict[str, Any] | str:
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Return whether lists and objects are nested deeper than that."""
-    level = [value]
-    for _ in range(depth + 1):
-        level = [
-            entry
-            for holder in level
-            for entry in (holder.values() if isinstance(holder, dict) else holder)
-            if isinstance(entry, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
+    """Return whether lists and objects are nested deeper than that in a list or an object."""
+    entries = value.values() if isinstance(value, dict) else value
+    nested = (entry for entry in entries if isinstance(entry, (dict, list)))
+    return depth < 0 or any(is_deeper(entry, depth - 1) for entry in nested)

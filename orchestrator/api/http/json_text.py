@@ -9,7 +9,6 @@ grows with a response, such as its log-probabilities, is encoded as it grows (`E
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,15 +53,10 @@ def decode(body: bytes) -> Any:
     is_small = len(body) <= SMALL_BYTES
     if not is_small:
         _check_values(body)
-    is_collecting = gc.isenabled()
-    gc.disable()  # collections, which many new objects cause, would take longer than the decoder
     try:
         return from_json(body, cache_strings=is_small)  # many different keys would evict each other
     except ValueError as error:
         raise InvalidArgumentError("body", f"malformed JSON ({error})", "a JSON object in UTF-8") from None
-    finally:
-        if is_collecting:
-            gc.enable()
 
 
 def _check_values(body: bytes) -> None:
@@ -113,9 +107,6 @@ class EncodedList:
             yield part
         yield b"]"
 
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
 
 def encode(value: Any) -> bytes:
     """Return a value as JSON, the same bytes as starlette's `JSONResponse`, encoded in many short calls."""
@@ -141,10 +132,7 @@ def encode_pieces(value: Any) -> Iterator[bytes]:
             yield from encode_pieces(entry)
         yield b"]"
     elif isinstance(value, list):
-        for start in range(0, len(value), _SLICE_ITEMS):
-            yield b"," if start else b"["
-            yield _encode(value[start : start + _SLICE_ITEMS])[1:-1].encode()
-        yield b"]"
+        yield from EncodedList(value).pieces()
     else:
         yield _encode(value).encode()
 

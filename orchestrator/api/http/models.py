@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    PlainValidator,
     ValidationError,
     create_model,
     field_validator,
@@ -49,7 +50,6 @@ from orchestrator.api.http.fields import (
     StructuredOutputs,
     TextPart,
     answer_part,
-    checked_tools,
     is_token_ids,
     joined,
     null_is_absent,
@@ -59,7 +59,7 @@ from orchestrator.api.http.fields import (
     with_one_unknown,
 )
 from orchestrator.api.http.json_text import decode
-from orchestrator.api.http.tools.calls import ChoiceMode, Tool, ToolChoice
+from orchestrator.api.http.tools.calls import ChoiceMode, ToolChoice
 
 MAX_MESSAGES = 2**14
 """Messages of one chat: rendering this many takes a tenth of a second."""
@@ -332,7 +332,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", json_schema_extra=_describe_message)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str = Field(description="Text, or text parts; of the assistant also its refusal.")
+    content: Annotated[
+        str, PlainValidator(joined, json_schema_input_type=str | list[TextPart | RefusalPart])
+    ] = Field(description="Text, or text parts; of the assistant also its refusal.")
     tool_calls: Annotated[list[MessageCall], FailFast()] = Field(
         default=[], max_length=MAX_TOOLS, description="Calls of the assistant."
     )
@@ -355,11 +357,6 @@ class ChatMessage(BaseModel):
         elif isinstance(content, list):
             content = [answer_part(part) for part in content]
         return {**value, "content": content}
-
-    @field_validator("content", mode="plain", json_schema_input_type=str | list[TextPart | RefusalPart])
-    @classmethod
-    def _join_parts(cls, value: Any) -> str:
-        return joined(value)
 
     def rendered(self) -> dict[str, Any]:
         """Return the message as chat templates take it, with the arguments of its calls as texts."""
@@ -386,17 +383,14 @@ class ChatRequest(OpenAIRequest):
     tools: Annotated[list[FunctionTool], FailFast()] = Field(
         default=[], max_length=MAX_TOOLS, description="Functions that the model may call."
     )
-    tool_choice: ToolChoice | None = Field(
+    tool_choice: Annotated[
+        ToolChoice | None, PlainValidator(parse_choice, json_schema_input_type=ChoiceMode | NamedTool)
+    ] = Field(
         None,
         description="Whether the model calls no tool, decides itself (the default), calls at least one, or "
         "calls this one.",
     )
     parallel_tool_calls: bool = Field(True, description="Whether a message may have several calls.")
-
-    @field_validator("tool_choice", mode="plain", json_schema_input_type=ChoiceMode | NamedTool)
-    @classmethod
-    def _check_choice(cls, value: Any) -> ToolChoice:
-        return parse_choice(value)
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates take them."""
@@ -407,10 +401,6 @@ class ChatRequest(OpenAIRequest):
             for number, call in enumerate(message.get("tool_calls", ()))
         )
         return messages
-
-    def checked_tools(self) -> list[Tool]:
-        """Return the tools, which must go with each other and with `tool_choice`."""
-        return checked_tools([tool.function for tool in self.tools], self.tool_choice, "tools.{}.function")
 
 
 _Request = TypeVar("_Request", bound=RequestBody)

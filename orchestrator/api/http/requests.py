@@ -85,11 +85,10 @@ def naming_grammar(plan: ChoicePlan) -> Iterator[None]:
         raise placed or error.renamed(plan.grammar_field) from error
 
 
-def check_size(plans: Sequence[ChoicePlan], num_bytes: int) -> None:
+def check_size(request: GenerationRequest, count: int, num_bytes: int) -> None:
     """Refuse a response, kept until its end, that is too large; the error names the fields that decide."""
     if num_bytes > MAX_RESPONSE_BYTES:
-        request = plans[0].request
-        top, count = request.num_top_logprobs, len(plans)
+        top = request.num_top_logprobs
         each = "" if top is None else f" x {top + 1} log-probabilities"
         raise InvalidArgumentError(
             "max_tokens",
@@ -101,7 +100,8 @@ def check_size(plans: Sequence[ChoicePlan], num_bytes: int) -> None:
 
 def _check_whole(body: OpenAIRequest, plans: Sequence[ChoicePlan], max_context: int) -> None:
     if not body.stream:
-        check_size(plans, sum(expected_bytes(plan.request, max_context) for plan in plans))
+        num_bytes = sum(expected_bytes(plan.request, max_context) for plan in plans)
+        check_size(plans[0].request, len(plans), num_bytes)
 
 
 def completion_choices(

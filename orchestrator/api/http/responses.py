@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -24,7 +24,7 @@ from orchestrator.api.http import response_types as types
 from orchestrator.api.http.json_text import EncodedList
 from orchestrator.api.http.models import StreamOptions
 from orchestrator.api.http.requests import ChoicePlan, check_num_logprobs, check_size
-from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEvent, PlainText
+from orchestrator.api.http.tools.parser import ArgumentText, CallBegun, CallEvent, PlainText, joined
 from orchestrator.api.http.tools.reading import CallReader
 from orchestrator.text.detokenizer import num_chars
 from orchestrator.text.tokenizer import Tokenizer
@@ -35,41 +35,36 @@ _LOWEST = -9999.0
 _BEFORE = Chunk("", "")
 
 
-@dataclass(frozen=True)
-class EchoedPrompt:
-    """A prompt whose tokens, with `num_top` alternatives each, are in a completion's log-probabilities."""
-
-    logprobs: PromptLogprobs
-    num_top: int
-    tokenizer: Tokenizer
-
-
 class CompletionLogprobs:
     """The format of /v1/completions: parallel lists, and offsets into the text, after the echoed text.
 
     `text_offset` of a token is the number of characters that the preceding tokens complete.
     """
 
-    def __init__(self, echo: str = "") -> None:
-        self._echo = echo
-        self._num_chars = len(echo)
+    def __init__(self, plan: ChoicePlan, tokenizer: Tokenizer) -> None:
+        self._echo, self._num_top, self._tokenizer = plan.echo, plan.echo_logprobs, tokenizer
+        self._num_chars = len(plan.echo)
 
     def render(
-        self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None
+        self, tokens: Sequence[EmittedToken], prompt: PromptLogprobs | None = None
     ) -> types.CompletionLogprobs:
-        """Return the JSON object for the next tokens; a prompt's first token has no log-probability."""
+        """Return the JSON object for the next tokens, after those of an echoed prompt.
+
+        A prompt's first token has no log-probability.
+        """
         spelled: list[bytes] = []
         logprobs: list[float | None] = []
         top: list[dict[str, float] | None] = []
-        if prompt is not None:
-            found, spell = prompt.logprobs, prompt.tokenizer.token_bytes
-            spelled += map(spell, found.token_ids)
-            logprobs += [None, *map(_finite, found.logprobs)]
+        offsets: list[int] = []
+        if prompt is not None and self._num_top is not None:
+            spell = self._tokenizer.token_bytes
+            spelled += map(spell, prompt.token_ids)
+            logprobs += [None, *map(_finite, prompt.logprobs)]
             top.append(None)
-            for entry, logprob in enumerate(found.logprobs):
-                others = {_text(spell(i)): _finite(p) for i, p in found.top(entry, prompt.num_top)}
+            for entry, logprob in enumerate(prompt.logprobs):
+                others = {_text(spell(i)): _finite(p) for i, p in prompt.top(entry, self._num_top)}
                 top.append({**others, _text(spelled[entry + 1]): _finite(logprob)})
-        offsets = [] if prompt is None else self._echoed_offsets(prompt)
+            offsets = self._echoed_offsets(prompt)
         for token in tokens:
             offsets.append(self._num_chars)
             self._num_chars += num_chars(token.token_bytes)
@@ -81,13 +76,13 @@ class CompletionLogprobs:
             "text_offset": offsets,
         }
 
-    def _echoed_offsets(self, prompt: EchoedPrompt) -> list[int]:
+    def _echoed_offsets(self, prompt: PromptLogprobs) -> list[int]:
         offsets, offset = [], 0
-        for token_id in prompt.logprobs.token_ids:
+        for token_id in prompt.token_ids:
             offsets.append(offset)
-            token_bytes = prompt.tokenizer.token_bytes(token_id)
+            token_bytes = self._tokenizer.token_bytes(token_id)
             # A prompt given as text may contain special tokens; decoded token ids omit them.
-            is_shown = not prompt.tokenizer.is_special(token_id) or self._echo.startswith(
+            is_shown = not self._tokenizer.is_special(token_id) or self._echo.startswith(
                 _text(token_bytes), offset
             )
             if is_shown:
@@ -99,7 +94,7 @@ class ChatLogprobs:
     """The format of /v1/chat/completions: one object per token."""
 
     def render(
-        self, tokens: Sequence[EmittedToken], prompt: EchoedPrompt | None = None
+        self, tokens: Sequence[EmittedToken], prompt: PromptLogprobs | None = None
     ) -> types.ChatLogprobs:
         """Return the JSON object for the next tokens; chat prompts are never echoed."""
         content: list[types.ChatTokenLogprob] = [
@@ -167,10 +162,7 @@ class WholeLogprobs:
 
     def __init__(self, form: LogprobFormat) -> None:
         self._form = form
-        self._fields: dict[str, Any] = {
-            name: EncodedList() if isinstance(value, list) else value
-            for name, value in form.render(()).items()
-        }
+        self._fields = _encoded(form.render(()))
 
     @property
     def num_bytes(self) -> int:
@@ -182,16 +174,19 @@ class WholeLogprobs:
             if isinstance(items, list):
                 self._fields[name].extend(items)
 
-    def after(self, prompt: EchoedPrompt | None) -> dict[str, Any]:
+    def after(self, prompt: PromptLogprobs | None) -> dict[str, Any]:
         """Return the JSON object of all tokens, preceded by those of an echoed prompt."""
         if prompt is None:
             return self._fields
-        whole: dict[str, Any] = {}
-        for name, items in self._form.render((), prompt).items():
-            whole[name] = EncodedList(items) if isinstance(items, list) else items
-            if isinstance(items, list):
-                whole[name].extend(self._fields[name])
+        whole = _encoded(self._form.render((), prompt))
+        for name, items in self._fields.items():
+            if isinstance(items, EncodedList):
+                whole[name].extend(items)
         return whole
+
+
+def _encoded(logprobs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: EncodedList(one) if isinstance(one, list) else one for name, one in logprobs.items()}
 
 
 @dataclass
@@ -290,7 +285,7 @@ def reader_of(plan: ChoicePlan, tokenizer: Tokenizer) -> CallReader | None:
     """Return what finds the calls of a choice; None if it has none."""
     if plan.calls is None:
         return None
-    return CallReader(plan.calls, tokenizer.is_special, plan.request.stop, plan.prompt_text)
+    return CallReader(plan.calls, tokenizer, plan.request.stop, plan.prompt_text)
 
 
 class Response(ABC):
@@ -344,7 +339,7 @@ class Response(ABC):
         """Add a piece of choice `index` to a whole response; InvalidArgumentError if it gets too large."""
         chunk = self._add(index, chunk)
         self._num_bytes += self.states[index].keep(chunk)
-        check_size([state.plan for state in self.states], self._num_bytes)
+        check_size(self.states[0].plan.request, len(self.states), self._num_bytes)
 
     def _add(self, index: int, chunk: Chunk) -> Chunk:
         state, prompt = self.states[index], chunk.prompt_logprobs
@@ -379,7 +374,7 @@ class Response(ABC):
         has_prompt = chunk.prompt_logprobs is not None
         logprobs: Any = None
         if state.logprobs is not None and (has_prompt or chunk.tokens):
-            logprobs = state.logprobs.render(chunk.tokens, self._echoed(state) if has_prompt else None)
+            logprobs = state.logprobs.render(chunk.tokens, chunk.prompt_logprobs)
         shows_tokens = state.plan.stream_tokens and bool(chunk.tokens)
         deltas = self.deltas(state, chunk.text)
         if not (deltas or logprobs or has_prompt or shows_tokens or chunk.finish_reason):
@@ -418,7 +413,7 @@ class Response(ABC):
             assert state.finish is not None, "whole() comes after the last chunk of every choice"
             logprobs = None
             if state.whole_logprobs is not None:
-                logprobs = state.whole_logprobs.after(self._echoed(state))
+                logprobs = state.whole_logprobs.after(state.prompt_logprobs)
             choice = {"index": state.plan.index, **self.content(state), "logprobs": logprobs}
             choice["finish_reason"] = state.finish
             if len(self.states) > 1:
@@ -438,12 +433,6 @@ class Response(ABC):
         if len(self.states) > 1 or state.last.summary is None:
             return {}
         return {"metrics": {"speculative_decoding": speculative_decoding(state.last.summary)}}
-
-    def _echoed(self, state: ChoiceState) -> EchoedPrompt | None:
-        num_top, prompt = state.plan.echo_logprobs, state.prompt_logprobs
-        if num_top is None or prompt is None:
-            return None
-        return EchoedPrompt(prompt, num_top, self._tokenizer)
 
     def _add_prompt_logprobs(self, state: ChoiceState, body: dict[str, Any], choice: dict[str, Any]) -> None:
         num_top, prompt = state.plan.prompt_logprobs, state.prompt_logprobs
@@ -480,7 +469,9 @@ class CompletionResponse(Response):
     prompt_logprobs_in_choice = True
 
     def new_logprobs(self, plan: ChoicePlan) -> LogprobFormat | None:
-        return CompletionLogprobs(plan.echo) if plan.request.num_top_logprobs is not None else None
+        if plan.request.num_top_logprobs is None:
+            return None
+        return CompletionLogprobs(plan, self._tokenizer)
 
     def opening(self, state: ChoiceState) -> dict[str, Any] | None:
         return {"text": state.plan.echo} if state.plan.echo else None
@@ -535,29 +526,19 @@ def _delta(event: CallEvent) -> types.Delta | None:
 
 
 def _message(events: Sequence[CallEvent]) -> types.AssistantMessage:
-    text: list[str] = []
-    begun: list[CallBegun] = []
-    arguments: dict[int, list[str]] = {}
-    for event in events:
+    content = ""
+    calls: list[types.ToolCall] = []
+    for event in joined(events):  # so that a call has its arguments in one piece
         match event:
-            case PlainText(piece):
-                text.append(piece)
-            case CallBegun(index):
-                begun.append(event)
-                arguments[index] = []
-            case ArgumentText(index, piece):
-                arguments[index].append(piece)
-    content = "".join(text)
-    if not begun:
+            case PlainText(text):
+                content += text
+            case CallBegun(_, call_id, name):
+                function: types.CalledFunction = {"name": name, "arguments": ""}
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case ArgumentText(index, text):
+                calls[index]["function"]["arguments"] = text
+    if not calls:
         return {"role": "assistant", "content": content, "refusal": None}
-    calls: list[types.ToolCall] = [
-        {
-            "id": call.call_id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": "".join(arguments[call.index])},
-        }
-        for call in begun
-    ]
     return {"role": "assistant", "content": content or None, "refusal": None, "tool_calls": calls}
 
 

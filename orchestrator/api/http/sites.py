@@ -17,11 +17,9 @@ from urllib.parse import urlsplit
 
 import grpc
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gammaray.checks import is_address
 from gammaray.errors import InvalidArgumentError
-from orchestrator.api.http.errors import error_response
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)(:[0-9]{0,5})?", re.IGNORECASE)
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -83,22 +81,6 @@ class Hosts:
             name == known.removeprefix(".") or (known.startswith(".") and name.endswith(known))
             for known in self._names
         )
-
-
-class SiteControl:
-    """ASGI middleware: rejects requests from pages of other sites."""
-
-    def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
-        self._app, self._hosts = app, hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._hosts.check(Headers(scope=scope))
-            except ForeignSiteError as error:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 def _name_of(host: str) -> str | None:

@@ -9,7 +9,6 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
-import fastapi
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic_core import to_json
@@ -183,21 +182,10 @@ async def _left(request: Request) -> None:
         pass
 
 
-class JsonPieces(fastapi.Response):
-    """A JSON response that is sent in pieces: a large one is never joined, nor sent in one step."""
-
-    media_type = JSONResponse.media_type
-
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        super().__init__(headers={"Content-Length": str(sum(map(len, pieces)))})
-        self._pieces = pieces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for piece in sliced(self._pieces):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+def json_in_pieces(pieces: Sequence[bytes]) -> StreamingResponse:
+    """Return a JSON response that is sent in pieces: a large one is never joined, nor sent in one step."""
+    size = {"Content-Length": str(sum(map(len, pieces)))}
+    return StreamingResponse(yielding(sliced(pieces)), headers=size, media_type=JSONResponse.media_type)
 
 
 class EventStream(StreamingResponse):

@@ -149,35 +149,17 @@ def allowed_slots(segment: Segment, window: int | None) -> Tensor | None:
     Returns:
         Boolean [count, slots up to the segment's last], or None when all is allowed.
     """
-    allowed = _seen_slots(segment, window)
-    first = segment.cache.first
-    if first == 0:
-        return allowed
-    if allowed is None:
-        allowed = torch.ones(segment.count, segment.slot + segment.count, dtype=torch.bool)
-    allowed[:, :first] = False
-    return allowed
-
-
-def _seen_slots(segment: Segment, window: int | None) -> Tensor | None:
-    count, start = segment.count, segment.start
-    used = segment.slot + count
-    if segment.parents is None:
-        if count == 1 and (window is None or start < window):
-            return None
-        slots = torch.arange(used)
-        positions = torch.arange(start, used)[:, None]
-        allowed = slots <= positions
-        return allowed if window is None else allowed & (slots > positions - window)
-    first = count - len(segment.parents)
-    # Row by row in numpy, whose slices cost a tenth of torch's.
-    seen = np.zeros((count, used), dtype=bool)
-    for row in range(first):
-        seen[row, : start + row + 1] = True
-    for row in range(first, count):
-        num_chain, nodes = node_path(segment, segment.num_kept + row - first)
-        seen[row, :num_chain] = True
+    count, start, first = segment.count, segment.start, segment.cache.first
+    if segment.parents is None and count == 1 and first == 0 and (window is None or start < window):
+        return None
+    num_nodes = len(segment.parents or ())
+    # In numpy, whose slices cost a tenth of torch's.
+    seen = np.tri(count, segment.slot + count, start, dtype=bool)
+    for row in range(count - num_nodes, count):
+        num_chain, nodes = node_path(segment, segment.num_kept + row - (count - num_nodes))
+        seen[row, num_chain:] = False
         seen[row, nodes] = True
+    seen[:, :first] = False
     allowed = torch.from_numpy(seen)
     if window is not None:
         positions = torch.tensor(segment.positions)

@@ -84,8 +84,7 @@ class CacheStore:
 
     def length(self, session_id: str) -> int:
         """Return how many tokens of the session's chain are cached; 0 when unknown or evicted."""
-        cache = self.get(session_id)
-        return 0 if cache is None else len(cache.tokens)
+        return len(self.tokens(session_id))
 
     def tokens(self, session_id: str) -> Sequence[int]:
         """Return the session's cached tokens in chain order; a view that the next call may change."""

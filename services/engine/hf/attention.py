@@ -1,13 +1,9 @@
-"""The attention function installed in transformers models: packed rows over the engine's own KV cache.
-
-`attend` calls torch once per session; `services.engine.hf.batched_attention` attends for all sessions at
-once.
-"""
+"""The attention function installed in transformers models: packed rows over the engine's own KV cache."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +23,8 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_ro
 LayerCall = Callable[[nn.Module, "LayerInput", dict[str, Any]], Tensor]
 
 
-class _Active(threading.local):
-    """The handler of this thread's forward; engines in other threads have their own."""
-
-    handler: LayerCall | None = None
-
-
-active = _Active()
-
-
-def bias_of(allowed: Tensor) -> Tensor:
-    """Bias to add to scores: 0 where `allowed`, else -inf."""
-    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+active: ContextVar[LayerCall | None] = ContextVar("active", default=None)
+"""The handler of this thread's forward; engines in other threads have their own."""
 
 
 def unknown_arguments(arguments: dict[str, Any]) -> list[str]:
@@ -64,14 +50,15 @@ def _attention_forward(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """transformers' calling convention: [1, heads, rows, dim] in, [1, rows, heads, dim] out."""
-    if active.handler is None:
+    handler = active.get()
+    if handler is None:
         raise RuntimeError("a model with gammaray's attention runs only inside its engine")
     if attention_mask is not None:
         arguments["attention_mask"] = attention_mask
     if dropout:
         arguments["dropout"] = dropout
     inputs = LayerInput(query, key, value, scaling, sliding_window, softcap, s_aux)
-    return active.handler(module, inputs, arguments), None
+    return handler(module, inputs, arguments), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention_forward)
@@ -96,24 +83,22 @@ class LayerInput:
 
 
 def attend(batch: Batch, layer: int, inputs: LayerInput, *, flash: bool = False) -> Tensor:
-    """Write a layer's new keys and values, and attend per session: [1, rows, num_heads, value_dim]."""
-    num_heads, rows, value_dim = inputs.query.shape[1], inputs.query.shape[2], inputs.value.shape[3]
-    output = inputs.query.new_zeros(rows, num_heads, value_dim)
-    for index in range(len(batch.segments)):
-        attend_segment(batch, index, layer, inputs, output, flash=flash)
-    return output[None]
-
-
-def attend_segment(
-    batch: Batch, index: int, layer: int, inputs: LayerInput, output: Tensor, *, flash: bool
-) -> None:
-    """Attend for one session of a step, after writing this layer's new keys and values to its cache.
+    """Write a layer's new keys and values, and attend per session: [1, rows, num_heads, value_dim].
 
     Args:
-        output: [rows, num_heads, value_dim], of which the segment's rows are written.
         flash: Let a causal kernel mask a chain that sees all slots before it, as a prompt's chunk does. A
             mask [rows, slots] rules out torch's flash kernels, and takes as much memory as the scores.
     """
+    num_heads, rows, value_dim = inputs.query.shape[1], inputs.query.shape[2], inputs.value.shape[3]
+    output = inputs.query.new_zeros(rows, num_heads, value_dim)
+    for index, segment in enumerate(batch.segments):
+        here = slice(segment.row, segment.row + segment.count)
+        output[here] = _attend_segment(batch, index, layer, inputs, flash=flash).transpose(0, 1)
+    return output[None]
+
+
+def _attend_segment(batch: Batch, index: int, layer: int, inputs: LayerInput, *, flash: bool) -> Tensor:
+    """Return one session's attention, [num_heads, its rows, value_dim]."""
     segment = batch.segments[index]
     num_heads, count = inputs.query.shape[1], segment.count
     num_kv_heads, key_dim, value_dim = inputs.key.shape[1], inputs.key.shape[3], inputs.value.shape[3]
@@ -123,16 +108,14 @@ def attend_segment(
     keys, values = slots[0][:, :end], slots[1][:, :end]
     plain = inputs.softcap is None and inputs.sinks is None
     if flash and plain and count > 1 and _is_causal(segment, inputs.window):
-        mixed = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             inputs.query[:, :, here],
             keys[None],
             values[None],
             attn_mask=causal_lower_right(count, end),
             scale=inputs.scale,
             enable_gqa=num_heads != num_kv_heads,
-        )
-        output[here] = mixed[0].transpose(0, 1)
-        return
+        )[0]
     # Heads of a group share keys and values: stack their rows instead of copying keys and values.
     queries = inputs.query[0, :, here].reshape(num_kv_heads, -1, key_dim)
     mask = batch.mask(index, inputs.window, queries.device)
@@ -143,9 +126,8 @@ def attend_segment(
             queries[None], keys[None], values[None], attn_mask=mask, scale=inputs.scale
         )[0]
     else:
-        bias = None if mask is None else bias_of(mask)
-        mixed = explicit_attention(queries, keys, values, bias, stacked_sinks(inputs, count), inputs)
-    output[here] = mixed.reshape(num_heads, count, value_dim).transpose(0, 1)
+        mixed = _explicit_attention(queries, keys, values, mask, inputs)
+    return mixed.reshape(num_heads, count, value_dim)
 
 
 def _written_slots(segment: Segment, layer: int, inputs: LayerInput) -> tuple[Tensor, Tensor]:
@@ -166,42 +148,27 @@ def _is_causal(segment: Segment, window: int | None) -> bool:
     return segment.parents is None and segment.cache.first == 0 and (window is None or window >= end)
 
 
-def explicit_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    inputs: LayerInput,
+def _explicit_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, inputs: LayerInput
 ) -> Tensor:
-    """Attention with softcap and sinks, softmax in float32.
+    """Attention with softcap and sinks, softmax in float32: [kv_heads, stacked rows, value_dim].
 
     Args:
-        queries: [..., stacked rows, key_dim].
-        keys: [..., slots, key_dim].
-        values: [..., slots, value_dim].
-        bias: Added to the scores [..., stacked rows, slots]; None for nothing.
-        sinks: [..., stacked rows, 1]; None for none.
-        inputs: The layer's arguments, for scale and softcap.
-
-    Returns:
-        [..., stacked rows, value_dim].
+        queries: [kv_heads, stacked rows, key_dim].
+        keys: [kv_heads, slots, key_dim].
+        values: [kv_heads, slots, value_dim].
+        mask: The slots that a row sees, [stacked rows, slots]; None for all.
+        inputs: The layer's arguments, for scale, softcap and sinks.
     """
     scores = torch.matmul(queries, keys.transpose(-2, -1)).mul_(inputs.scale)
     if inputs.softcap is not None:
         scores = torch.tanh(scores / inputs.softcap) * inputs.softcap
-    if bias is not None:
-        scores = scores + bias
-    if sinks is None:
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if inputs.sinks is None:
         probs = torch.softmax(scores, dim=-1, dtype=torch.float32)
     else:
+        per_head = inputs.sinks.view(len(queries), -1, 1).to(queries.dtype)
+        sinks = per_head.repeat_interleave(queries.shape[1] // per_head.shape[1], dim=1)
         probs = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
     return torch.matmul(probs.to(values.dtype).contiguous(), values)
-
-
-def stacked_sinks(inputs: LayerInput, count: int) -> Tensor | None:
-    """Each stacked row's sink [kv_heads, group * count, 1]."""
-    if inputs.sinks is None:
-        return None
-    per_head = inputs.sinks.view(inputs.key.shape[1], -1, 1).to(inputs.query.dtype)
-    return per_head.repeat_interleave(count, dim=1)

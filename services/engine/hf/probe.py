@@ -39,11 +39,11 @@ class _Call:
 @contextmanager
 def handling(handler: LayerCall) -> Iterator[None]:
     """Use `handler` for the attention of forwards in this thread."""
-    active.handler = handler
+    token = active.set(handler)
     try:
         yield
     finally:
-        active.handler = None
+        active.reset(token)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from services.engine.core.batch import Batch, Runner
 from services.engine.core.model import LoadedModel
 from services.engine.hf.attention import LayerInput, attend
-from services.engine.hf.batched_attention import StepAttention
 from services.engine.hf.probe import ModelLayout, handling
 from services.engine.hf.taps import TapPoints, find_tap_points
 
@@ -23,13 +22,12 @@ class TransformersRunner(Runner):
 
     Args:
         loaded: The model, switched to the engine's attention.
-        batched: Attend for all sessions at once, and for prompts by a flash kernel; None: on a GPU. On a CPU
-            calls cost little, and what batching copies costs more.
+        flash: Attend for prompts by a flash kernel where a layer allows one; None: on a GPU.
     """
 
-    def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, batched: bool | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, flash: bool | None = None) -> None:
         self._loaded, self._layout, self._device = loaded, layout, loaded.device
-        self._batched = loaded.device.type != "cpu" if batched is None else batched
+        self._flash = loaded.device.type != "cpu" if flash is None else flash
         self._keeps_rows = "logits_to_keep" in inspect.signature(loaded.module.forward).parameters
 
     @property
@@ -44,15 +42,9 @@ class TransformersRunner(Runner):
         rows, device, layout = batch.logit_rows, self._device, self._layout
         wanted = None if rows is None else torch.tensor(rows, dtype=torch.long, device=device)
         arguments = {"logits_to_keep": wanted} if self._keeps_rows and wanted is not None else {}
-        step = None
-        if self._batched and len(batch.segments) > 1:
-            step = StepAttention(batch, layout.num_layers, layout.kv_heads, layout.kv_dim)
 
         def handler(module: nn.Module, inputs: LayerInput, _: dict[str, Any]) -> Tensor:
-            layer = layout.layer_of[id(module)]
-            if step is not None:
-                return step.attend(layer, inputs)
-            return attend(batch, layer, inputs, flash=self._batched)
+            return attend(batch, layout.layer_of[id(module)], inputs, flash=self._flash)
 
         with handling(handler), self._recording(batch):
             output = self._loaded.module(
@@ -61,8 +53,6 @@ class TransformersRunner(Runner):
                 use_cache=False,
                 **arguments,
             )
-        if step is not None:
-            step.store()
         logits: Tensor = output.logits[0, :, : layout.vocab_size].float()
         return logits if wanted is None or self._keeps_rows else logits[wanted]
 

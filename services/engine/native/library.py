@@ -36,8 +36,6 @@ from services.engine.native.build import (
 _REQUEST_TILES = 158, 0x1023, 18
 """The system call arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA) of x86-64."""
 
-MAX_GUESSES = 16
-
 _log = logging.getLogger(__name__)
 _loaded: Kernel | None = None
 _threads = 1
@@ -147,7 +145,7 @@ def top_k_tokens(scores: Tensor, count: int, temperature: float) -> list[tuple[i
 
     Args:
         scores: [vocab_size], float32 or float64; -inf for masked tokens.
-        count: Number of tokens, at most `MAX_GUESSES` and the size of the vocabulary.
+        count: Number of tokens, at most `MAX_GUESSES` of kernel.c and the size of the vocabulary.
         temperature: Above 0.
     """
     library = load_kernel().library if scores.is_cpu and scores.is_contiguous() else None

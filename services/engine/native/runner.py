@@ -25,6 +25,7 @@ class NativeRunner(Runner):
         self.model = model
         self._scratch = torch.empty(0)
         self._cos, self._sin = model.rotation(1)
+        self._features: Tensor | None = None  # of a head: those of the next forward
 
     @property
     def hidden_size(self) -> int:
@@ -38,7 +39,6 @@ class NativeRunner(Runner):
         threads = kernel_threads()
         self._make_room(len(batch.token_ids), max(batch.positions), threads)
         logits, _, arguments, _pointed_to = self._laid_out(batch, threads)
-        self._begin(batch, arguments)
         self.model.kernel.gr_forward(byref(self.model.weights), byref(arguments))
         return logits
 
@@ -49,7 +49,6 @@ class NativeRunner(Runner):
         self._make_room(batch.num_first, max(batch.positions), threads)
         noise = None if noise is None else noise.contiguous()  # for some vocabulary sizes the rows are padded
         logits, numbers, arguments, _pointed_to = self._laid_out(batch, threads)
-        self._begin(batch, arguments)
         count = self.model.kernel.gr_chain(
             byref(self.model.weights),
             byref(arguments),
@@ -61,9 +60,6 @@ class NativeRunner(Runner):
             byref(stop),
         )
         return numbers[: batch.num_first - 1 + count].tolist(), logits[:count]
-
-    def _begin(self, batch: Batch, arguments: BatchArguments) -> None:
-        """Set further arguments, for heads."""
 
     def _laid_out(
         self, batch: Batch, threads: int
@@ -102,7 +98,7 @@ class NativeRunner(Runner):
             len(layers),
             at + 4 * (len(numbers) - len(layers)),
             None if batch.taps is None else batch.taps.states.data_ptr(),
-            None,
+            None if self._features is None else self._features.data_ptr(),
             threads,
             None if batch.idle_until is None else addressof(batch.idle_until),
         )

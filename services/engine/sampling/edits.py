@@ -75,7 +75,8 @@ class LogitEdits:
         self.unmasked_rows: frozenset[int] = frozenset()
         eos = _array(eos_token_ids) if params.min_tokens else None
         self._mask = _Mask(_masked(params, eos, vocab_size), device)
-        self._bias = _Bias(params, vocab_size, device) if params.logit_bias else None
+        self._biased = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
         self._eos = None if eos is None else torch.from_numpy(eos).to(device)
         self._penalties: _Penalties | None = None
         if _has_penalties(params):
@@ -85,14 +86,8 @@ class LogitEdits:
     @staticmethod
     def needed(params: SamplingParams) -> bool:
         """Return whether logits depend on masks, bias or preceding tokens."""
-        return bool(
-            params.grammar
-            or params.allowed_token_ids
-            or params.banned_token_ids
-            or params.min_tokens
-            or params.logit_bias
-            or _has_penalties(params)
-        )
+        has_lists = params.allowed_token_ids or params.banned_token_ids or params.logit_bias
+        return bool(has_lists) or counts_tokens(params)
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Update to the committed tokens, prompt included; tokens seen before are not read again.
@@ -144,8 +139,8 @@ class LogitEdits:
         if self._grammar is not None:
             highest = logits.amax(dim=-1).tolist()
             self.empty_rows = frozenset(row for row, best in enumerate(highest) if best == -math.inf)
-        if self._bias is not None:
-            self._bias.apply(logits)
+        if len(self._biased):
+            logits.index_copy_(1, self._biased, logits.index_select(1, self._biased) + self._bias)
         return logits if self._penalties is None else self._penalties.apply(logits, paths)
 
 
@@ -204,30 +199,6 @@ class _Mask:
             logits.fill_(-torch.inf).index_copy_(1, self._token_ids, kept)
         elif len(self._token_ids):
             logits.index_fill_(1, self._token_ids, -torch.inf)
-
-
-class _Bias:
-    """The logit bias: ids and values, or a row of the vocabulary if there are many."""
-
-    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device | str) -> None:
-        token_ids = _array(params.logit_bias)
-        values = np.fromiter(params.logit_bias.values(), np.float64, len(token_ids)).astype(np.float32)
-        self._token_ids: Tensor | None = None
-        if len(token_ids) > vocab_size * _WIDE_SHARE:
-            # Adding -0.0 changes no bit of any number, while 0.0 would change -0.0.
-            row = np.full(vocab_size, -0.0, dtype=np.float32)
-            row[token_ids] = values
-            values = row
-        else:
-            self._token_ids = torch.from_numpy(token_ids).to(device)
-        self._values = torch.from_numpy(values).to(device)
-
-    def apply(self, logits: Tensor) -> None:
-        if self._token_ids is None:
-            logits += self._values
-        else:
-            biased = logits.index_select(1, self._token_ids) + self._values
-            logits.index_copy_(1, self._token_ids, biased)
 
 
 class _Penalties:
@@ -367,6 +338,11 @@ def _places(
     inside = places < len(token_ids)
     is_new[inside] = token_ids[places[inside]] != distinct[inside]
     return places, is_new
+
+
+def counts_tokens(params: SamplingParams) -> bool:
+    """Whether the processed distribution depends on the preceding tokens."""
+    return bool(params.grammar or params.min_tokens) or _has_penalties(params)
 
 
 def _has_penalties(params: SamplingParams) -> bool:

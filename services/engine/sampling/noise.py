@@ -160,11 +160,6 @@ class Noise:
         self._shared = _GumbelRows(partial(compute, stream=SHARED), vocab_size)
         self._residual = _GumbelRows(partial(compute, stream=INDEPENDENT), vocab_size)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the cached rows."""
-        return self._shared.num_bytes + self._residual.num_bytes
-
     def gumbel(self, start: int, count: int) -> Tensor:
         """Return -log E(t, v) of the stream that draft and target share; callers must not write to it.
 
@@ -211,10 +206,6 @@ class _GumbelRows:
         self._max_blocks = min(4, max(1, kept_rows // self._block_rows))
         self._origin: int | None = None
         self._blocks: dict[int, Tensor] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks.values())
 
     def rows(self, start: int, count: int) -> Tensor:
         if self._origin is None:

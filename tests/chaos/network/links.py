@@ -152,7 +152,8 @@ class Link:
                 while data := await reader.read(self._chunk_bytes(way, source)):
                     fault = self._fault_of(way, source)
                     if fault.bytes_per_s is not None:
-                        await self._until_healed(len(data) / fault.bytes_per_s)
+                        with contextlib.suppress(asyncio.TimeoutError):
+                            await asyncio.wait_for(self._healed.wait(), len(data) / fault.bytes_per_s)
                     wait_s = fault.delay_s * (1 + self._rng.random())
                     wait_s += RETRANSMIT_S * (self._rng.random() < fault.loss)
                     due = max(due, time.monotonic() + wait_s)
@@ -189,10 +190,6 @@ class Link:
 
     def _chunk_bytes(self, way: str, source: str) -> int:
         return CHUNK_BYTES if self._fault_of(way, source).bytes_per_s is None else SLOW_BYTES
-
-    async def _until_healed(self, timeout_s: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._healed.wait(), timeout_s)
 
     def _fault_of(self, way: str, source: str) -> Fault:
         return self._fault if way in self._fault.ways and self._concerns(source) else NONE

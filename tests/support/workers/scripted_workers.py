@@ -7,8 +7,7 @@ from typing import Any
 
 import grpc
 
-from gammaray.blocks import Shape
-from gammaray.types import SamplingParams, VerificationMethod
+from gammaray.types import SamplingParams, TokenOrigin, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import draft_service_pb2_grpc, target_service_pb2_grpc
 from gammaray.v1 import target_service_pb2 as target_pb
@@ -16,6 +15,8 @@ from gammaray.v1 import types_pb2 as pb
 from orchestrator.cycle.run import run_cycle
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Cycle
+from orchestrator.storage.session_store import RedisStore
+from tests.support.cycle_helpers import ConstantGamma
 
 VOCAB = 50
 PROMPT = (1, 2, 3)
@@ -226,19 +227,6 @@ class NoText:
         return ""
 
 
-class Steady:
-    """A controller that always answers the same."""
-
-    def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
-
-    def next_shape(self) -> Shape:
-        return Shape(self.gamma)
-
-    def observe(self, cycle: Cycle) -> None:
-        pass
-
-
 def make_session(
     session_id: str = "s", max_tokens: int = 30, epoch: int = 1, prompt: tuple[int, ...] = PROMPT
 ) -> Session:
@@ -246,10 +234,20 @@ def make_session(
     return Session(session_id, prompt, params, method, max_tokens, NoText(), epoch=epoch)
 
 
-async def finish(session: Session, drafter: Any, verifier: Any, gamma: int) -> list[Cycle]:
+async def commit(
+    store: RedisStore, session: Session, token_ids: Sequence[int], origins: Sequence[TokenOrigin] = ()
+) -> None:
+    """Commit tokens, of which a session keeps those up to its end, and store them."""
+    kept = session.commit(token_ids)
+    await store.append(session, token_ids[:kept], (origins or [TokenOrigin.BONUS] * kept)[:kept])
+
+
+async def finish(
+    session: Session, drafter: Any, verifier: Any, gamma: int, max_nodes: int = 0
+) -> list[Cycle]:
     cycles = []
     while session.finish_reason is None:
-        cycles.append(await run_cycle(session, drafter, verifier, Steady(gamma)))
+        cycles.append(await run_cycle(session, drafter, verifier, ConstantGamma(gamma, max_nodes)))
     return cycles
 
 

@@ -146,6 +146,7 @@ def test_every_use_is_found():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_no_expression_backtracks_over_its_text():
     slow = {f"{use.place} {use.method}": slow_attack(use) for use in every_use()}
     assert {place: attack for place, attack in slow.items() if attack is not None} == {}

@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import gammaray
 from docs.make_telemetry import ATTRIBUTES, SPANS
 from gammaray.telemetry import names as telemetry
 from gammaray.v1 import generation_service_pb2 as pb
+from tests.support.own_process import run_code
 
 ROOT = Path(gammaray.__file__).parents[1]
 
@@ -75,10 +74,7 @@ CLIENT = {"grpc", "google", "pydantic", "click", "rich", "asyncio"}
 )
 def test_import_loads_no_heavy_package(code, unwanted):
     script = f"{code}\nimport sys\nprint(sorted({unwanted} & set(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, cwd=ROOT, check=True
-    )
-    assert result.stdout.strip() == "[]"
+    assert run_code(script).stdout.strip() == "[]"
 
 
 def test_telemetry_names_are_distinct_and_each_is_documented():

@@ -37,8 +37,7 @@ class ResponseBuilder:
     def __init__(self, response: types.ResponseObject) -> None:
         self.response = response
         self._num_events = 0
-        self._message: types.MessageItem | None = None
-        self._call: types.CallItem | None = None
+        self._item: types.OutputItem | None = None  # the open one
         self._texts: list[str] = []  # of the open item
         self._logprobs = EncodedList()
 
@@ -50,8 +49,7 @@ class ResponseBuilder:
 
     def add_text(self, text: str, logprobs: Sequence[Any] = ()) -> list[types.Event]:
         """Add text to the last message; begin one if there is none."""
-        events = [] if self._message is not None else self.begin_message()
-        assert self._message is not None
+        events = [] if self._item is not None else self.begin_message()
         encoded = EncodedList(logprobs)
         self._texts.append(text)
         self._logprobs.extend(encoded)
@@ -60,7 +58,7 @@ class ResponseBuilder:
 
     def begin_message(self) -> list[types.Event]:
         """Begin a message; `add_text` does so where none is open."""
-        self._message = {
+        self._item = {
             "id": new_id("msg"),
             "type": "message",
             "role": "assistant",
@@ -68,12 +66,12 @@ class ResponseBuilder:
             "content": [],
         }
         part = {"type": "response.content_part.added", **self._place, "part": text_part("")}
-        return [self._begun(self._message), self._event(part)]
+        return [self._begun(self._item), self._event(part)]
 
     def begin_call(self, call_id: str, name: str) -> list[types.Event]:
         """End the message before, and begin a call."""
         events = self.end_item()
-        self._call = {
+        self._item = {
             "id": new_id("fc"),
             "type": "function_call",
             "call_id": call_id,
@@ -81,27 +79,40 @@ class ResponseBuilder:
             "arguments": "",
             "status": "in_progress",
         }
-        return [*events, self._begun(self._call)]
+        return [*events, self._begun(self._item)]
 
     def add_arguments(self, text: str) -> list[types.Event]:
         """Add text to the arguments of the call that is open."""
-        assert self._call is not None
         self._texts.append(text)
-        place = {"item_id": self._call["id"], "output_index": self._index}
-        return [self._event({"type": "response.function_call_arguments.delta", **place, "delta": text})]
+        delta = {"type": "response.function_call_arguments.delta", **self._place, "delta": text}
+        return [self._event(delta)]
 
     def end_item(self, *, is_whole: bool = True) -> list[types.Event]:
         """End the item that is open, if any."""
-        if self._message is not None:
-            return self._end_message(is_whole=is_whole)
-        if self._call is not None:
-            return self._end_call(is_whole=is_whole)
-        return []
+        if self._item is None:
+            return []
+        place, item, self._item = self._place, self._item, None
+        text, logprobs = "".join(self._texts), self._logprobs
+        self._texts, self._logprobs = [], EncodedList()
+        status: types.ItemStatus = "completed" if is_whole else "incomplete"
+        if item["type"] == "function_call":
+            named = {**place, "name": item["name"], "arguments": text}
+            return [
+                self._event({"type": "response.function_call_arguments.done", **named}),
+                self._ended({**item, "arguments": text, "status": status}),
+            ]
+        part = text_part(text, logprobs)
+        whole = {"type": "response.output_text.done", **place, "text": text, "logprobs": logprobs}
+        return [
+            self._event(whole),
+            self._event({"type": "response.content_part.done", **place, "part": part}),
+            self._ended({**item, "status": status, "content": [part]}),
+        ]
 
     def finish(self, reason: FinishReason, usage: Usage | None) -> list[types.Event]:
         """End the output; a response without any has an empty message. `end` then tells of it."""
         is_whole = reason is FinishReason.STOP
-        is_empty = not self.response["output"] and self._message is None and self._call is None
+        is_empty = not self.response["output"] and self._item is None
         events = self.begin_message() if is_empty else []
         events += self.end_item(is_whole=is_whole)
         self.response["status"] = _STATUSES[reason]
@@ -162,9 +173,10 @@ class ResponseBuilder:
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Fields of events about the text of the open message."""
-        assert self._message is not None
-        return {"item_id": self._message["id"], "output_index": self._index, "content_index": 0}
+        """Fields of events about the text or the arguments of the open item."""
+        assert self._item is not None
+        place = {"item_id": self._item["id"], "output_index": self._index}
+        return {**place, "content_index": 0} if self._item["type"] == "message" else place
 
     def _break_off(self, status: types.Status) -> None:
         number = self._num_events
@@ -172,38 +184,6 @@ class ResponseBuilder:
         self._num_events = number  # the client is not told of the end of the item
         self.response["status"], self.response["completed_at"] = status, None
         self.response["incomplete_details"] = None
-
-    def _end_message(self, *, is_whole: bool) -> list[types.Event]:
-        place, message, self._message = self._place, self._message, None
-        assert message is not None
-        text, logprobs = self._taken()
-        part, status = text_part(text, logprobs), _item_status(is_whole)
-        done: types.MessageItem = {**message, "status": status, "content": [part]}
-        whole = {"type": "response.output_text.done", **place, "text": text, "logprobs": logprobs}
-        return [
-            self._event(whole),
-            self._event({"type": "response.content_part.done", **place, "part": part}),
-            self._ended(done),
-        ]
-
-    def _end_call(self, *, is_whole: bool) -> list[types.Event]:
-        call, self._call = self._call, None
-        assert call is not None
-        arguments, _ = self._taken()
-        done: types.CallItem = {**call, "arguments": arguments, "status": _item_status(is_whole)}
-        whole = {
-            "type": "response.function_call_arguments.done",
-            "item_id": call["id"],
-            "output_index": self._index,
-            "name": call["name"],
-            "arguments": arguments,
-        }
-        return [self._event(whole), self._ended(done)]
-
-    def _taken(self) -> tuple[str, EncodedList]:
-        text, logprobs = "".join(self._texts), self._logprobs
-        self._texts, self._logprobs = [], EncodedList()
-        return text, logprobs
 
     def _begun(self, item: types.OutputItem) -> types.Event:
         return self._event({"type": "response.output_item.added", "output_index": self._index, "item": item})
@@ -219,10 +199,6 @@ class ResponseBuilder:
     def _event(self, event: Mapping[str, Any]) -> types.Event:
         number, self._num_events = self._num_events, self._num_events + 1
         return cast("types.Event", {"type": event["type"], "sequence_number": number, **event})
-
-
-def _item_status(is_whole: bool) -> types.ItemStatus:
-    return "completed" if is_whole else "incomplete"
 
 
 def _without_logprobs(item: types.OutputItem) -> types.OutputItem:

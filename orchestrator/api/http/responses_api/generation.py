@@ -13,7 +13,7 @@ from orchestrator.access.caller import Caller
 from orchestrator.api.backend import Backend
 from orchestrator.api.http.errors import as_gammaray_error
 from orchestrator.api.http.json_text import INLINE_ENTRIES, encode, encode_pieces, sliced
-from orchestrator.api.http.requests import TOKEN_BYTES, ChoicePlan, check_size, naming_grammar
+from orchestrator.api.http.requests import TOKEN_BYTES, check_size, naming_grammar
 from orchestrator.api.http.responses import ChatLogprobs, ChoiceState, reader_of
 from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.events import ResponseBuilder
@@ -57,14 +57,9 @@ class ResponseRun:
         self._backend, self._plan, self._caller = backend, plan, caller
         self._records = ResponseRecords(backend, caller)
         self._builder = ResponseBuilder(plan.response)
-        choice = ChoicePlan(
-            *(0, 0, plan.request),
-            prompt_text=plan.prompt_text,
-            calls=plan.calls,
-            grammar_field=plan.names["grammar"],
-        )
-        self._state = ChoiceState(choice, None, calls=reader_of(choice, backend.tokenizer))
-        self._logprobs = ChatLogprobs() if plan.request.num_top_logprobs is not None else None
+        self._request = plan.choice.request
+        self._state = ChoiceState(plan.choice, None, calls=reader_of(plan.choice, backend.tokenizer))
+        self._logprobs = ChatLogprobs() if self._request.num_top_logprobs is not None else None
         self._has_begun = self._has_ended = False
 
     async def whole(self) -> list[bytes]:
@@ -92,7 +87,7 @@ class ResponseRun:
     async def _events(self) -> AsyncGenerator[Sequence[types.Event], None]:
         """Yield the events of each chunk, without the last event."""
         try:
-            generation = self._backend.generate(self._plan.request, self._caller)
+            generation = self._backend.generate(self._request, self._caller)
             async with aclosing(while_read(generation)) as chunks:
                 with renaming(**self._plan.names), naming_grammar(self._state.plan):
                     async for chunk in chunks:
@@ -109,11 +104,10 @@ class ResponseRun:
                 self._cancel()
 
     async def _begin(self, chunk: Chunk) -> list[types.Event]:
-        request = self._plan.request
-        if request.store:
+        if self._request.store:
             is_short = len(self._plan.items) <= INLINE_ENTRIES
             items = encode(self._plan.items) if is_short else await in_thread(encode, self._plan.items)
-            num_tokens = min(request.max_tokens, self._backend.max_context - chunk.prompt_tokens)
+            num_tokens = min(self._request.max_tokens, self._backend.max_context - chunk.prompt_tokens)
             room = END_BYTES + max(0, num_tokens) * TOKEN_BYTES
             await self._records.create(self._plan.response["id"], items, encode(self._plan.response), room)
         self._has_begun = True
@@ -131,7 +125,7 @@ class ResponseRun:
                 logprobs = self._logprobs.render(chunk.tokens)["content"]
             if chunk.text or logprobs:
                 events += self._builder.add_text(chunk.text, logprobs)
-                check_size((self._state.plan,), self._builder.num_logprob_bytes)
+                check_size(self._request, 1, self._builder.num_logprob_bytes)
         if chunk.finish_reason is not None:
             events += self._builder.finish(chunk.finish_reason, chunk.usage)
             self._plan.response["gammaray"] = self._state.gammaray()
@@ -157,7 +151,7 @@ class ResponseRun:
         return encode(self._builder.stored()), encode(short)
 
     async def _store_end(self) -> None:
-        if self._plan.request.store:
+        if self._request.store:
             end = await self._off_loop(self._stored)
             if await self._records.finish(self._plan.response["id"], *end) == "cut":
                 self._builder.fail(_TOO_LARGE)
@@ -173,6 +167,6 @@ class ResponseRun:
 
     def _cancel(self) -> None:
         self._has_ended = True
-        if self._plan.request.store:
+        if self._request.store:
             self._builder.cancel()
             self._records.finish_later(self._plan.response["id"], *self._stored())

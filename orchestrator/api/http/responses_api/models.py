@@ -6,6 +6,7 @@ accepted and ignored, as the model does not see it again.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
     Discriminator,
     FailFast,
     Field,
+    PlainValidator,
     Tag,
     field_validator,
 )
@@ -218,9 +220,12 @@ class ResponsesRequest(RequestBody):
         max_length=MAX_TOOLS,
         description="Functions that the model may call; tools of other kinds are left out.",
     )
-    tool_choice: ToolChoice | None = Field(
-        None, description="Whether the model calls tools; by default it decides itself."
-    )
+    tool_choice: Annotated[
+        ToolChoice | None,
+        PlainValidator(
+            partial(parse_choice, named=ChosenTool), json_schema_input_type=ChoiceMode | ChosenTool
+        ),
+    ] = Field(None, description="Whether the model calls tools; by default it decides itself.")
     parallel_tool_calls: bool = Field(True, description="Whether the model may make several calls.")
     include: Annotated[list[Includable], FailFast()] = Field(
         default=[], description="Further output: log-probabilities. The other values have no effect."
@@ -241,11 +246,6 @@ class ResponsesRequest(RequestBody):
         True, description="Whether the response is stored, for `previous_response_id` and GET."
     )
     stream_options: ObfuscationOptions = Field(ObfuscationOptions(), description="Options of a stream.")
-
-    @field_validator("tool_choice", mode="plain", json_schema_input_type=ChoiceMode | ChosenTool)
-    @classmethod
-    def _check_choice(cls, value: Any) -> ToolChoice:
-        return parse_choice(value, ChosenTool)
 
     @field_validator("metadata", mode="plain", json_schema_input_type=dict[str, str])
     @classmethod

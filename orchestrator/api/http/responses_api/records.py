@@ -6,7 +6,8 @@ Tenants are isolated here: the name of a response reaches the store only through
 from __future__ import annotations
 
 import json
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 from gammaray.errors import InvalidArgumentError, NotFoundError
 from gammaray.wire.sessions import SessionState
@@ -23,31 +24,6 @@ MAX_STORED_BYTES = 2**23
 MAX_LISTED = 100
 
 Order = Literal["asc", "desc"]
-
-
-class Record:
-    """A response as read from the store: its JSON."""
-
-    def __init__(self, stored: StoredResponse) -> None:
-        self._stored = stored
-        self.text = stored.response
-        self.response: types.ResponseObject = json.loads(stored.response)
-
-    @property
-    def items(self) -> list[types.InputListItem]:
-        """The items before the output."""
-        items: list[types.InputListItem] = json.loads(self._stored.input)
-        return items
-
-    @property
-    def size(self) -> int:
-        return len(self._stored.input) + len(self._stored.response)
-
-    def break_off(self) -> None:
-        """Mark a response whose orchestrator has died as failed."""
-        self.response["status"] = "failed"
-        self.response["error"] = {"code": "server_error", "message": "the generation was interrupted"}
-        self.text = encode(self.response)
 
 
 class ResponseRecords:
@@ -77,32 +53,35 @@ class ResponseRecords:
         """Store the end of a response whose client has gone."""
         self._store.finish_later(self._caller.qualify(response_id), response, short)
 
-    async def read(self, response_id: str, kind: str = "response") -> Record:
-        """Return a response, failed if its orchestrator died; `kind` names it in NotFoundError."""
+    async def read(
+        self, response_id: str, kind: str = "response"
+    ) -> tuple[types.ResponseObject, StoredResponse]:
+        """Return a response, failed if its orchestrator died, and its JSON; `kind` is for NotFoundError."""
         missing = NotFoundError(f"no response {response_id[:80]!r}: it does not exist or has expired", kind)
         try:
             stored = await self._store.read(self._caller.qualify(response_id))
         except (NotFoundError, InvalidArgumentError):
             raise missing from None
-        record = Record(stored) if len(stored.response) <= INLINE_BYTES else await in_thread(Record, stored)
-        if record.response["status"] == "in_progress" and await self._is_orphaned(response_id):
-            record.break_off()
-        return record
+        response: types.ResponseObject = await _loaded(stored.response)
+        if response["status"] == "in_progress" and await self._is_orphaned(response_id):
+            response["status"] = "failed"
+            response["error"] = {"code": "server_error", "message": "the generation was interrupted"}
+            stored = replace(stored, response=encode(response))
+        return response, stored
 
     async def items_after(self, response_id: str) -> list[types.InputListItem]:
         """Return the items of a conversation up to the end of a response, which must not be in progress."""
-        record = await self.read(response_id, "previous_response")
-        if record.response["status"] == "in_progress":
+        response, stored = await self.read(response_id, "previous_response")
+        if response["status"] == "in_progress":
             raise InvalidArgumentError("previous_response_id", "a response in progress", "one that has ended")
-        items = record.items if record.size <= INLINE_BYTES else await in_thread(lambda: record.items)
-        return [*items, *record.response["output"]]
+        return [*await _loaded(stored.input), *response["output"]]
 
     async def input_items(
         self, response_id: str, limit: int, order: Order, after: str | None
     ) -> types.ItemList:
         """Return a page of the items before a response's output, from those `after` one of them."""
-        record = await self.read(response_id)
-        items = record.items if record.size <= INLINE_BYTES else await in_thread(lambda: record.items)
+        _, stored = await self.read(response_id)
+        items: list[types.InputListItem] = await _loaded(stored.input)
         if order == "desc":
             items.reverse()
         if after is not None:
@@ -132,3 +111,8 @@ class ResponseRecords:
         except NotFoundError:
             return True
         return info.state is SessionState.DETACHED
+
+
+async def _loaded(text: bytes) -> Any:
+    """Return the value of a stored JSON text; a large one is decoded in a thread."""
+    return json.loads(text) if len(text) <= INLINE_BYTES else await in_thread(json.loads, text)

@@ -17,7 +17,7 @@ from orchestrator.api.http.responses_api import types
 from orchestrator.api.http.responses_api.items import conversation, new_id, stored_items
 from orchestrator.api.http.responses_api.models import LOGPROBS, ResponsesRequest, TextFormatInput
 from orchestrator.api.http.structured import format_rule
-from orchestrator.api.http.tools.calls import CallPlan, ToolChoice, plan_calls, render_messages
+from orchestrator.api.http.tools.calls import ToolChoice, plan_calls, render_messages
 
 _NAMES = {
     "max_tokens": "max_output_tokens",
@@ -33,9 +33,7 @@ class ResponsePlan:
 
     response: types.ResponseObject  # the response before its output
     items: list[types.InputListItem]  # the items before the output, those of earlier responses included
-    request: GenerationRequest
-    prompt_text: str  # the rendered prompt
-    calls: CallPlan | None  # the calls that the model may make; None for none
+    choice: ChoicePlan
     names: Mapping[str, str]  # names that errors about fields have for the client
 
 
@@ -68,10 +66,13 @@ def plan_response(
             store=body.store,
         )
         request.validate()
-        check_size((ChoicePlan(0, 0, request),), expected_bytes(request, model.max_context))
+        check_size(request, 1, expected_bytes(request, model.max_context))
         (request,) = with_ids([request], prompt, model.tokenizer, model.max_context)
     head = _head(body, request, response_id, body.model or model.model_name)
-    return ResponsePlan(head, items, request, prompt.text, calls, names)
+    choice = ChoicePlan(
+        *(0, 0, request), prompt_text=prompt.text, calls=calls, grammar_field=names["grammar"]
+    )
+    return ResponsePlan(head, items, choice, names)
 
 
 def _check_options(body: ResponsesRequest) -> None:

@@ -23,7 +23,7 @@ from orchestrator.api.http.responses_api.models import LOGPROBS, Includable, Res
 from orchestrator.api.http.responses_api.records import MAX_LISTED, Order, ResponseRecords
 from orchestrator.api.http.responses_api.requests import plan_response
 from orchestrator.api.http.responses_api.types import DeletedResponse, Event
-from orchestrator.api.http.stream import EventStream, JsonPieces, while_connected
+from orchestrator.api.http.stream import EventStream, json_in_pieces, while_connected
 from orchestrator.text.cpu_threads import in_parser_thread
 
 
@@ -67,8 +67,8 @@ def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         if LOGPROBS in (*query.include, *query.includes):
             allowed = "nothing that is not stored: only the answer to POST has log-probabilities"
             raise InvalidArgumentError("include", LOGPROBS, allowed)
-        record = await ResponseRecords(backend, caller_of(request)).read(response_id)
-        return fastapi.Response(record.text, media_type=JSON)
+        _, stored = await ResponseRecords(backend, caller_of(request)).read(response_id)
+        return fastapi.Response(stored.response, media_type=JSON)
 
     meaning = "The response and its session are deleted."
 
@@ -103,6 +103,6 @@ async def _create(backend: Backend, bodies: BodyReader, request: Request) -> fas
             plan = await in_parser_thread(plan_response, body, backend, earlier)
     run = ResponseRun(backend, plan, caller)
     if not body.stream:
-        return JsonPieces(await while_connected(request, run.whole()))
+        return json_in_pieces(await while_connected(request, run.whole()))
     events = run.stream(is_padded=body.stream_options.include_obfuscation)
     return EventStream(await while_connected(request, anext(events)), events)

@@ -11,13 +11,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib.resources import files
-from typing import Any, TypeVar, cast
+from itertools import zip_longest
+from typing import Any, cast
 
 import fastapi
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.middleware.cors import CORSMiddleware
 
 from gammaray import __version__
@@ -25,10 +27,11 @@ from gammaray.errors import NotFoundError, UnavailableError, renaming
 from gammaray.types import ProcessStatus, SpeculationTotals
 from orchestrator.access.caller import Authenticator
 from orchestrator.api.backend import Backend
-from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessControl, caller_of, has_caller
+from orchestrator.api.http.auth import DOCUMENT_PATH, RECEIPT_KEYS_PATH, AccessControl, caller_of
 from orchestrator.api.http.bodies import BodyReader
 from orchestrator.api.http.document import EVENTS, JSON, LOOKING_UP, TEXT, component, event_schema, route
 from orchestrator.api.http.errors import STATUSES, GuardedRoute, install_handlers
+from orchestrator.api.http.fields import checked_tools
 from orchestrator.api.http.json_text import INLINE_ENTRIES, encode_pieces
 from orchestrator.api.http.models import ChatRequest, CompletionRequest, parse_body
 from orchestrator.api.http.requests import (
@@ -42,13 +45,13 @@ from orchestrator.api.http.response_types import Health, MetricsTarget, Model, R
 from orchestrator.api.http.responses import ChatResponse, CompletionResponse, Response
 from orchestrator.api.http.responses_api.routes import add_responses
 from orchestrator.api.http.server.openapi import document
-from orchestrator.api.http.sites import Hosts, SiteControl, listed
+from orchestrator.api.http.sites import Hosts, listed
 from orchestrator.api.http.stream import (
     HEADER,
     EventId,
     EventStream,
-    JsonPieces,
     generate_all,
+    json_in_pieces,
     recall,
     response_events,
     resumed,
@@ -64,7 +67,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 _MAX_BODIES_BYTES = 256 * 2**20
 
-_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
+_Planner = Callable[[Backend, bytes], tuple[CompletionRequest | ChatRequest, list[ChoicePlan]]]
 
 
 def add_metrics(app: FastAPI, backend: Backend) -> None:
@@ -102,12 +105,11 @@ def targets(processes: list[ProcessStatus]) -> list[MetricsTarget]:
 
 def vllm_metrics(processes: Sequence[ProcessStatus]) -> bytes:
     """Return vLLM's metrics of requests and speculation, summed over the orchestrators, for Prometheus."""
-    registry = CollectorRegistry()
-    registry.register(_VllmCollector([process for process in processes if process.role == "orchestrator"]))
-    return generate_latest(registry)
+    orchestrators = [process for process in processes if process.role == "orchestrator"]
+    return generate_latest(_VllmCollector(orchestrators))
 
 
-class _VllmCollector:
+class _VllmCollector(Collector):
     """Converts the states of orchestrators to prometheus_client's metric families."""
 
     def __init__(self, orchestrators: Sequence[ProcessStatus]) -> None:
@@ -135,19 +137,15 @@ class _VllmCollector:
             )
             family.add_metric(list(labels.values()), sum(values))
             yield family
-        yield self._per_position(labels)
-
-    def _per_position(self, labels: dict[str, str]) -> Metric:
-        counts = [process.accepted_per_position for process in self._orchestrators]
-        family = CounterMetricFamily(
+        by_position = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens by their depth in the proposal, from 0.",
             labels=[*labels, "position"],
         )
-        for position in range(max(map(len, counts), default=0)):
-            total = sum(own[position] for own in counts if position < len(own))
-            family.add_metric([*labels.values(), str(position)], total)
-        return family
+        counts = (process.accepted_per_position for process in orchestrators)
+        for position, accepted_there in enumerate(zip_longest(*counts, fillvalue=0)):
+            by_position.add_metric([*labels.values(), str(position)], sum(accepted_there))
+        yield by_position
 
 
 def playground() -> fastapi.Response:
@@ -213,11 +211,9 @@ def create_app(
     )
     app.router.route_class = GuardedRoute
     install_handlers(app)
-    authenticator = authenticator or Authenticator()
-    app.add_middleware(AccessControl, authenticator=authenticator)
     origins = listed(cors_origins)
-    if authenticator.is_open:
-        app.add_middleware(SiteControl, hosts=Hosts(allowed_hosts, origins))
+    hosts = Hosts(allowed_hosts, origins)
+    app.add_middleware(AccessControl, authenticator=authenticator or Authenticator(), hosts=hosts)
     if origins:  # outermost, as preflights have no key and errors need the headers as well
         app.add_middleware(
             CORSMiddleware,
@@ -242,20 +238,25 @@ def _add_generation(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
         content = {JSON: kind, EVENTS: event_schema((f"{kind}Piece", "Error"), end="[DONE]")}
         return route(f"create{kind}", meaning, content, tuple(STATUSES), body, is_resumable=True)
 
+    async def answer(
+        request: Request, plan: _Planner, make: type[Response], **names: str
+    ) -> fastapi.Response:
+        async with bodies.read(request) as data:
+            if is_quick(data, backend.tokenizer):
+                body, plans = plan(backend, data)
+            else:
+                body, plans = await in_parser_thread(plan, backend, data)
+        response = make(body.model or backend.model_name, plans, backend.tokenizer)
+        with renaming(**names):
+            return await while_connected(request, _generate(backend, plans, response, body, request))
+
     @app.post("/v1/completions", **generating("Completion", "CompletionRequest"))
     async def completions(request: Request) -> fastapi.Response:
-        async with bodies.read(request) as data:
-            body, plans = await _planned(_plan_completions, backend, data)
-        response = CompletionResponse(body.model or backend.model_name, plans, backend.tokenizer)
-        return await while_connected(request, _generate(backend, plans, response, body, request))
+        return await answer(request, _plan_completions, CompletionResponse)
 
     @app.post("/v1/chat/completions", **generating("ChatCompletion", "ChatRequest"))
     async def chat_completions(request: Request) -> fastapi.Response:
-        async with bodies.read(request) as data:
-            body, plans = await _planned(_plan_chat, backend, data)
-        response = ChatResponse(body.model or backend.model_name, plans, backend.tokenizer)
-        with renaming(prompt="messages"):
-            return await while_connected(request, _generate(backend, plans, response, body, request))
+        return await answer(request, _plan_chat, ChatResponse, prompt="messages")
 
 
 def _add_information(app: FastAPI, backend: Backend) -> None:
@@ -266,7 +267,7 @@ def _add_information(app: FastAPI, backend: Backend) -> None:
         if "text/html" in request.headers.get("accept", ""):
             return playground()
         body: Root = {"name": "gammaray", "endpoints": ["/v1", "/health"]}
-        if has_caller(request):
+        if request.state.caller is not None:  # who may use the other paths, too
             body["model"] = backend.model_name
         return JSONResponse(body)
 
@@ -324,15 +325,6 @@ def _add_models(app: FastAPI, backend: Backend) -> None:
         return JSONResponse(model(name))
 
 
-async def _planned(
-    plan: Callable[[Backend, bytes], tuple[_Body, list[ChoicePlan]]], backend: Backend, data: bytes
-) -> tuple[_Body, list[ChoicePlan]]:
-    """Return the result of `plan` for a body, off the event loop if that may take long."""
-    if is_quick(data, backend.tokenizer):
-        return plan(backend, data)
-    return await in_parser_thread(plan, backend, data)
-
-
 def _plan_completions(backend: Backend, data: bytes) -> tuple[CompletionRequest, list[ChoicePlan]]:
     body = parse_body(CompletionRequest, data)
     return body, completion_choices(body, backend.max_context, backend.tokenizer.decode)
@@ -340,7 +332,8 @@ def _plan_completions(backend: Backend, data: bytes) -> tuple[CompletionRequest,
 
 def _plan_chat(backend: Backend, data: bytes) -> tuple[ChatRequest, list[ChoicePlan]]:
     body = parse_body(ChatRequest, data)
-    messages, tools = body.conversation(), body.checked_tools()
+    messages, defined = body.conversation(), [tool.function for tool in body.tools]
+    tools = checked_tools(defined, body.tool_choice, "tools.{}.function")
     calls = plan_calls(tools, body.tool_choice, body.parallel_tool_calls, backend.tokenizer)
     prompt = render_messages(messages, backend.tokenizer, calls)
     with renaming(prompt="messages"):
@@ -368,8 +361,8 @@ async def _generate(
             async for index, chunk in pieces:
                 response.add(index, chunk)
     if response.num_entries <= INLINE_ENTRIES:
-        return JsonPieces(list(encode_pieces(response.whole())))
-    return JsonPieces(await in_thread(lambda: list(encode_pieces(response.whole()))))
+        return json_in_pieces(list(encode_pieces(response.whole())))
+    return json_in_pieces(await in_thread(lambda: list(encode_pieces(response.whole()))))
 
 
 if __name__ == "__main__":  # prints the document; no route asks the backend before a request

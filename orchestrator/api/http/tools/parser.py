@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 from orchestrator.api.http.tools.formats import CLOSE, OPEN, CallFamily
@@ -124,7 +125,6 @@ class CallParser:
         self._num_early = 0  # objects of the call that were tried as its arguments
         self._num_seen = 0  # calls, dropped ones included
         self._events: list[CallEvent] = []
-        self._texts: list[str] = []  # of the last event, to be joined
 
     @property
     def num_calls(self) -> int:
@@ -147,10 +147,17 @@ class CallParser:
     def _read(self, text: str) -> None:
         at = 0
         while at < len(text):
-            if self._state is _State.TEXT:
-                at = self._in_text(text, at)
-            else:
-                at += self._takes(text[at])
+            match self._state:
+                case _State.TEXT:
+                    at = self._in_text(text, at)
+                case _State.LEAD:
+                    at += self._lead(text[at])
+                case _State.OBJECT:
+                    at += self._object(text[at])
+                case _State.BROKEN:
+                    at += self._broken(text[at])
+                case _State.AFTER:
+                    at += self._after(text[at])
 
     def finish(self) -> list[CallEvent]:
         """Return what is left at the end of the completion; the beginning of a marker is no text."""
@@ -191,35 +198,17 @@ class CallParser:
         return bool(compact) and any(f'{{"name":"{name}"'.startswith(compact) for name in self._names)
 
     def _emit(self, event: CallEvent) -> None:
-        """Add an event; pieces of the same text are joined."""
-        if (
-            not isinstance(event, PlainText)
-            and self._max_calls is not None
-            and event.index >= self._max_calls
-        ):
+        if isinstance(event, PlainText):
+            if self._num_seen > 0:
+                return
+        elif self._max_calls is not None and event.index >= self._max_calls:
             return
         if isinstance(event, CallEnded):
             self._num_whole += event.is_whole
-        if isinstance(event, (PlainText, ArgumentText)):
-            if not event.text or (isinstance(event, PlainText) and self._num_seen > 0):
-                return
-            last = self._events[-1] if self._events else None
-            if type(last) is type(event):
-                self._texts.append(event.text)
-                return
-        self._join()
         self._events.append(event)
-        self._texts = [event.text] if isinstance(event, (PlainText, ArgumentText)) else []
-
-    def _join(self) -> None:
-        if len(self._texts) > 1:
-            last = self._events[-1]
-            assert isinstance(last, (PlainText, ArgumentText))
-            self._events[-1] = replace(last, text="".join(self._texts))
 
     def _taken(self) -> list[CallEvent]:
-        self._join()
-        events, self._events, self._texts = self._events, [], []
+        events, self._events = joined(self._events), []
         return events
 
     def _in_text(self, text: str, at: int) -> int:
@@ -237,15 +226,7 @@ class CallParser:
         self._state, self._raw = _State.LEAD, list(pending[cut:end])
         return len(text) - (len(pending) - end)
 
-    def _takes(self, char: str) -> bool:
-        """Read the next character; return False if it is to be read again, in another state."""
-        if self._state is _State.LEAD:
-            return self._lead(char)
-        if self._state is _State.OBJECT:
-            return self._object(char)
-        if self._state is _State.BROKEN:
-            return self._broken(char)
-        return self._after(char)
+    # Each of the following reads a character, or returns False if it is to be read again, in another state.
 
     def _lead(self, char: str) -> bool:
         if char == "{" and not self._num_again:
@@ -406,6 +387,22 @@ class _JsonObject:
                 return False
             self._closers.pop()
         return char in _JSON_CHARS
+
+
+def joined(events: Sequence[CallEvent]) -> list[CallEvent]:
+    """Return events with neighbouring pieces of the same text joined, and without empty texts."""
+    found: list[CallEvent] = []
+    texts: list[str] = []
+    for event, following in zip_longest(events, events[1:]):
+        if isinstance(event, (PlainText, ArgumentText)):
+            texts.append(event.text)
+            if type(following) is type(event):
+                continue
+            event, texts = replace(event, text="".join(texts)), []
+            if not event.text:
+                continue
+        found.append(event)
+    return found
 
 
 def _loaded(text: str) -> dict[str, Any] | None:

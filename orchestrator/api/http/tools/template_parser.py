@@ -23,6 +23,7 @@ from orchestrator.api.http.tools.parser import (
     CallEnded,
     CallEvent,
     PlainText,
+    joined,
 )
 
 _CALLS = "tool_calls"
@@ -69,15 +70,20 @@ class TemplateParser:
         return 0 < self.num_calls == self._num_whole
 
     def push(self, text: str) -> list[CallEvent]:
+        if self._is_broken:
+            return joined(self._text(text))
         found: list[CallEvent] = []
+        # By character: what a failing call leaves is then the same for every split of the text.
         for position, char in enumerate(text):
-            if self._is_broken:
-                found += self._text(text[position:])
-                break
             self._held += char
-            # By character: what a failing call leaves is then the same for every split of the text.
-            found += self._read(partial(self._parser.feed, char))
-        return _joined(found)
+            try:
+                events = self._parser.feed(char)
+            except _MALFORMED:  # the call that ends here
+                self._is_broken = True
+                found += self._text(self._held + text[position + 1 :])
+                break
+            found += self._converted(events)
+        return joined(found)
 
     def finish(self) -> list[CallEvent]:
         if self._is_broken:
@@ -91,7 +97,7 @@ class TemplateParser:
             return self._named_call() if is_in_call else self._text(self._held)
         if is_in_call and not self._is_closed():
             return self._cut_call(ended)
-        return _joined(self._read(lambda: ended))
+        return joined(self._converted(ended))
 
     def _is_closed(self) -> bool:
         """Return whether a call ends with the text, where transformers waits for a longer end."""
@@ -122,15 +128,10 @@ class TemplateParser:
         """Return text of the message; what comes after a call is dropped."""
         return [] if self.num_calls else [PlainText(text)]
 
-    def _read(self, feed: Callable[[], Sequence[Mapping[str, Any]]]) -> list[CallEvent]:
-        try:
-            events = feed()
-        except _MALFORMED:  # the call that ends here
-            self._is_broken = True
-            return self._text(self._held)
-        return [found for event in events for found in self._converted(event)]
+    def _converted(self, events: Sequence[Mapping[str, Any]]) -> list[CallEvent]:
+        return [found for event in events for found in self._of(event)]
 
-    def _converted(self, event: Mapping[str, Any]) -> list[CallEvent]:
+    def _of(self, event: Mapping[str, Any]) -> list[CallEvent]:
         name, kind = event["field"], event["type"]
         if name != _CALLS:
             field = self._fields[name]
@@ -185,18 +186,3 @@ def _call(value: Any, names: set[str]) -> tuple[str, str] | None:
         return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except _MALFORMED:
         return None
-
-
-def _joined(events: list[CallEvent]) -> list[CallEvent]:
-    """Return events with neighbouring texts joined."""
-    joined: list[CallEvent] = []
-    texts: list[str] = []
-    for event in events:
-        if isinstance(event, PlainText):
-            texts.append(event.text)
-            continue
-        if texts:
-            joined.append(PlainText("".join(texts)))
-            texts = []
-        joined.append(event)
-    return [*joined, PlainText("".join(texts))] if "".join(texts) else joined

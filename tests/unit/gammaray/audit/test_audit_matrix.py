@@ -6,7 +6,8 @@ from gammaray.audit.endpoint import Endpoint, Spent
 from gammaray.audit.findings import Status
 from gammaray.audit.run import CHECKS, run_audit
 from gammaray.audit.subject import Subject, default_prompts
-from tests.support.audit_helpers import MATRIX, Proxy, listening
+from tests.support.audit_helpers import MATRIX, Proxy
+from tests.support.http_helpers import listening
 from tests.support.tiny_server import tiny_server
 
 LONG = ("bias", "json-schema", "law", "max-tokens", "penalties", "seed", "stop")
@@ -24,8 +25,9 @@ async def results(url, names, seed=1):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, pytest.param(1001, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("seed", [1, 1001])
 async def test_honest_server_passes_in_every_way(seed):
     async with listening(tiny_server()) as url, Proxy(url, []).running() as proxied:
         found = await results(proxied, ALL, seed)

@@ -18,6 +18,7 @@ from gammaray.cli import main, render
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from gammaray.program.output import columns, output_console
 from tests.support.cli_helpers import invoke
+from tests.support.own_process import run_code
 from tests.support.sdk_helpers import (
     SUMMARY,
     USAGE,
@@ -352,10 +353,8 @@ for arguments in {list(commands)!r}:
         pass
     print(json.dumps(["modules", *sys.modules]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, cwd=ROOT, check=True
-    )
-    return [set(json.loads(line)) for line in done.stdout.splitlines() if line.startswith('["modules"')]
+    lines = run_code(script).stdout.splitlines()
+    return [set(json.loads(line)) for line in lines if line.startswith('["modules"')]
 
 
 def test_help_imports_no_command_and_none_of_their_packages():

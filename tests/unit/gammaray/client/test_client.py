@@ -19,6 +19,7 @@ from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_to_status
 from orchestrator.launcher.preflight import free_ports
+from tests.support.own_process import run_code
 from tests.support.sdk_helpers import (
     FAST_RETRY,
     NO_RETRY,
@@ -406,9 +407,7 @@ def test_sync_clients_that_open_and_close_in_threads_print_nothing():
         "with ThreadPoolExecutor(8) as pool: print(set(pool.map(ask, range(200))))"
     )
     with serve_in_thread(ScriptedService(answer(piece("a"), last("b")))) as address:
-        ended = subprocess.run(
-            [sys.executable, "-c", script, address], capture_output=True, text=True, timeout=60
-        )
+        ended = run_code(script, address)
     assert (ended.stdout, ended.stderr) == ("{'ab'}\n", "")
 
 
@@ -421,8 +420,7 @@ def test_sync_client_of_a_forked_process_has_a_thread():
         "    os._exit([thread.name for thread in threading.enumerate()].count('gammaray-client'))\n"
         "print(os.waitstatus_to_exitcode(os.wait()[1]))"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert ended.stdout == "1\n", ended.stderr
+    assert run_code(script).stdout == "1\n"
 
 
 @pytest.mark.parametrize("behaviour", [endless, silent], ids=["between chunks", "before the first"])

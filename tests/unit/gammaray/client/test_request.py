@@ -1,8 +1,6 @@
 """Requests from plain Python arguments, structured output among them, and what its text stands for."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -24,6 +22,7 @@ from gammaray.client.request import build_request
 from gammaray.errors import IncompleteOutputError
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from gammaray.types import Chunk
+from tests.support.own_process import run_code
 from tests.support.sdk_helpers import ScriptedService, answer, last, piece, refuse, serve
 
 
@@ -240,4 +239,4 @@ def test_schema_without_types_needs_no_pydantic():
         f"build_request('Hi', json_schema={json.dumps(SCHEMA)});"
         "assert not {'pydantic', 'llguidance'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_code(code)

@@ -16,7 +16,6 @@ from tests.support.sdk_helpers import (
     piece,
     refuse,
     serve,
-    token,
 )
 
 WORDS = ["one ", "two ", "three ", "four ", "five"]
@@ -89,18 +88,6 @@ async def test_resume_retries_a_stream_without_a_final_status(after, status):
     service = Cut(after, status)
     assert await complete(service) == "".join(WORDS)
     assert [request.resume_from for request in service.requests] == [0, after]
-
-
-async def test_resume_counts_tokens_and_not_pieces():
-    async def behaviour(request, attempt):
-        if attempt == 0:
-            yield piece("ab", token("a"), token("b"), token("c"))
-            raise GONE
-        yield last("cd")
-
-    service = ScriptedService(behaviour)
-    assert await complete(service) == "abcd"
-    assert service.requests[1].resume_from == 3
 
 
 @pytest.mark.parametrize("start", [0, 2])

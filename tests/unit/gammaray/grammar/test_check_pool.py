@@ -15,6 +15,7 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError, UnavailableError
 from gammaray.grammar import check_pool
 from gammaray.grammar.check_pool import CheckPool, GrammarCheck
+from tests.support.own_process import run_code
 from tests.support.small_files import no_descriptors
 from tests.support.workers.redis_helpers import wait_until
 
@@ -53,6 +54,10 @@ def limits(monkeypatch):
     return limit
 
 
+def checked(pool: CheckPool, grammar: str) -> float:
+    return pool.submit(GrammarCheck(grammar)).result()
+
+
 def children() -> list[psutil.Process]:
     processes = psutil.Process().children()
     return [one for one in processes if "gammaray.grammar.check_process" in one.cmdline()]
@@ -60,14 +65,14 @@ def children() -> list[psutil.Process]:
 
 def test_grammars_are_checked(make_pool):
     pool = make_pool()
-    pool.check('start: "a"')
+    checked(pool, 'start: "a"')
     for grammar, match in (
         ("start: A\nA: /a/ & /b/", "the operator &"),
         ("start: /a", "lexer error"),
         ('start: "\ud800"', "surrogate"),
     ):
         with pytest.raises(InvalidArgumentError, match=rf"^grammar: .*{match}"):
-            pool.check(grammar)
+            checked(pool, grammar)
     assert len(children()) == 1
 
 
@@ -82,7 +87,7 @@ def test_grammars_are_checked(make_pool):
 def test_grammar_that_does_not_end_compiling_is_refused_and_others_go_on(make_pool, limits, schema):
     limits(MAX_CPU_S=0.4)
     pool = make_pool()
-    pool.check('start: "a"')
+    checked(pool, 'start: "a"')
     checks = [GrammarCheck(text) for text in (f"start: %json {schema}", 'start: "b"', 'start: "c"')]
     results = [pool.submit(check) for check in checks]
     with pytest.raises(InvalidArgumentError, match=r"more than 0\.4 s of CPU time"):
@@ -94,29 +99,29 @@ def test_grammar_beyond_the_memory_is_refused_and_others_go_on(make_pool, limits
     limits(MAX_MEMORY_BYTES=2**25)
     pool = make_pool()
     with pytest.raises(InvalidArgumentError, match="with 32 MiB of memory"):
-        pool.check(ENDLESS)
-    pool.check('start: "a"')
+        checked(pool, ENDLESS)
+    checked(pool, 'start: "a"')
 
 
 def test_duration_is_bounded_where_the_cpu_time_is_not(make_pool, limits):
     pool = make_pool()
-    pool.check('start: "a"')
+    checked(pool, 'start: "a"')
     limits(MAX_DURATION_S=0.2)
     with pytest.raises(check_pool.ResourceExhaustedError, match=r"more than 0\.2 s"):
-        pool.check(ENDLESS)
+        checked(pool, ENDLESS)
     limits(MAX_DURATION_S=100.0)
-    pool.check('start: "b"')
+    checked(pool, 'start: "b"')
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_grammar_is_checked_again_after_its_process_was_killed(make_pool, limits, is_busy):
     limits(MAX_CPU_S=0.5)
     pool = make_pool()
-    pool.check('start: "a"')
+    checked(pool, 'start: "a"')
     (first,) = children()
     if not is_busy:
         os.kill(first.pid, signal.SIGKILL)
-        pool.check('start: "b"')
+        checked(pool, 'start: "b"')
     else:
         os.kill(first.pid, signal.SIGSTOP)  # so that it is killed during the check
         result = pool.submit(GrammarCheck('start: "b"'))
@@ -129,15 +134,15 @@ def test_grammar_is_checked_again_after_its_process_was_killed(make_pool, limits
 def test_check_is_refused_while_no_process_can_start(make_pool):
     pool = make_pool()
     with pytest.raises(UnavailableError, match="does not start"), no_descriptors():
-        pool.check('start: "a"')
-    pool.check('start: "a"')
+        checked(pool, 'start: "a"')
+    checked(pool, 'start: "a"')
     with no_descriptors():
-        pool.check('start: "b"')  # by the process that there is
+        checked(pool, 'start: "b"')  # by the process that there is
 
 
 def test_cancelled_check_ends_its_process(make_pool):
     pool = make_pool()
-    pool.check('start: "a"')
+    checked(pool, 'start: "a"')
     (first,) = children()
     check = GrammarCheck(ENDLESS)
     result = pool.submit(check)
@@ -145,7 +150,7 @@ def test_cancelled_check_ends_its_process(make_pool):
     check.cancel()
     with pytest.raises(check_pool.CancelledError):
         result.result(60)
-    pool.check('start: "b"')
+    checked(pool, 'start: "b"')
     assert first not in children()
 
 
@@ -158,7 +163,7 @@ from gammaray.grammar.check_pool import CheckPool, GrammarCheck
 tokenizer = Tokenizer.from_file({str(Path(resolve_model("demo")) / "tokenizer.json")!r})
 pool = CheckPool(tokenizer.to_str(), tokenizer.get_vocab_size(), [0], 2)
 pool.submit(GrammarCheck({ENDLESS!r}))
-pool.check('start: "a"')
+pool.submit(GrammarCheck('start: "a"')).result()
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -175,9 +180,8 @@ sys.stdin.read()
 
 def test_process_imports_little_and_has_no_settings_of_its_parent(make_pool, monkeypatch):
     monkeypatch.setenv("GAMMARAY_REDIS_URL", "x")
-    make_pool().check('start: "a"')
+    checked(make_pool(), 'start: "a"')
     (child,) = children()
     assert "GAMMARAY_REDIS_URL" not in child.environ()
-    script = "import sys, gammaray.grammar.check_process; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = run_code("import sys, gammaray.grammar.check_process; print(*sys.modules)")
     assert {"torch", "ray", "transformers", "numpy"}.isdisjoint(loaded.stdout.split())

@@ -181,12 +181,6 @@ def test_old_versions_are_deleted_but_for_what_may_serve_again(store):
     assert publish(store, parent=51).number == 61
 
 
-def modes(top):
-    return {stat.S_IMODE(path.lstat().st_mode) for path in (top, *top.rglob("*")) if path.is_dir()}, {
-        stat.S_IMODE(path.lstat().st_mode) for path in top.rglob("*") if path.is_file()
-    }
-
-
 @pytest.mark.parametrize("made", ["allow", "mkdir", "before"])
 def test_all_of_it_is_for_its_owner_alone_whatever_made_it(tmp_path, made):
     folder, before = LearningFolder(tmp_path / "learn"), os.umask(0)
@@ -199,7 +193,9 @@ def test_all_of_it_is_for_its_owner_alone_whatever_made_it(tmp_path, made):
         folder.secure()
         folder.consent("acme", "own")
         publish(folder.store("tenant-acme"), tenants=["acme"])
-        assert modes(folder.path) == ({0o700}, {0o600})
+        made = (folder.path, *folder.path.rglob("*"))
+        modes = {(path.is_dir(), stat.S_IMODE(path.lstat().st_mode)) for path in made}
+        assert modes == {(True, 0o700), (False, 0o600)}
     finally:
         os.umask(before)
 

@@ -96,8 +96,8 @@ def test_identify_without_configured_keys_accepts_anonymous_callers():
 def test_identify_without_a_valid_key_is_rejected(path, headers):
     create_key(path, "acme")
     additional = make_secret()
-    door = Authenticator(path, {"probe": hash_key(additional)})
-    assert door.identify(bearer(additional)).tenant == "probe"
+    door = Authenticator(path, hash_key(additional))
+    assert door.identify(bearer(additional)).tenant == "gammaray-probe"
     with pytest.raises(UnauthenticatedError) as caught:
         door.identify(headers)
     given = headers.get("authorization", "").partition(" ")[2]

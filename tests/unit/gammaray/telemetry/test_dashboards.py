@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.make_metrics import QUERIES
-from gammaray.telemetry.catalog import CATALOG, Kind, by_name
+from gammaray.telemetry.catalog import BY_NAME, CATALOG, Kind
 
 ROOT = Path(__file__).parents[4]
 DASHBOARD = json.loads((ROOT / "helm/gammaray/dashboards/gammaray.json").read_text())
@@ -31,7 +31,7 @@ def test_metrics_are_well_formed():
         assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
         assert metric.roles, metric.name
         assert metric.meaning.endswith("."), metric.name
-        assert by_name(metric.name) is metric
+        assert BY_NAME[metric.name] is metric
 
 
 def labels_of(sample):

@@ -1,28 +1,37 @@
 """Metrics are counted and exposed to Prometheus; OpenTelemetry follows its environment variables."""
 
 import asyncio
-import subprocess
-import sys
 import time
+import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import gammaray
 from gammaray.errors import InvalidArgumentError
 from gammaray.telemetry.meter import Meter
 from gammaray.telemetry.otel import Telemetry, exports_traces
-from gammaray.telemetry.prometheus import MetricsExport, MetricsServer
+from gammaray.telemetry.prometheus import MetricsExport
 from orchestrator.launcher.preflight import free_ports
 from tests.support.otlp_receiver import receiving
+from tests.support.own_process import run_code
+
+
+def export(meter, listen):
+    return MetricsExport(meter, role="draft", model="demo", listen=listen)
 
 
 def scrape(address):
     """Return the value of each sample, by its name and labels."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
+    for attempt in range(5):
+        try:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+            break
+        except urllib.error.URLError:  # [::1] refuses a first connection now and then, on a busy machine
+            if attempt == 4:
+                raise
+            time.sleep(0.5)
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -30,7 +39,8 @@ def scrape(address):
     }
 
 
-def make_meter():
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_scrape_has_counters_gauges_and_cumulative_buckets(host):
     meter = Meter()
     meter.counter("gammaray.cycle.fallbacks").value += 3
     meter.counter("gammaray.tokens", origin="accepted").value += 5
@@ -38,17 +48,12 @@ def make_meter():
     durations = meter.histogram("gammaray.inter_token_latency")
     for seconds in (0.0004, 0.0005, 0.0031, 99.0):
         durations.observe(seconds)
-    return meter
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
-def test_scrape_has_counters_gauges_and_cumulative_buckets(host):
-    server = MetricsServer(make_meter(), f"{host}:0")
+    server = export(meter, f"{host}:0")
     try:
         assert server.address.startswith(f"{host}:")
-        samples = scrape(server.address)
+        samples = await asyncio.to_thread(scrape, server.address)
     finally:
-        server.stop()
+        await server.stop()
     assert samples["gammaray_cycle_fallbacks_total",] == 3
     assert samples["gammaray_tokens_total", ("origin", "accepted")] == 5
     assert samples["gammaray_requests_active",] == 7
@@ -61,28 +66,28 @@ def test_scrape_has_counters_gauges_and_cumulative_buckets(host):
     assert samples["process_resident_memory_bytes",] > 2**20
 
 
-def test_port_range_gives_each_process_one_until_none_is_left():
+async def test_port_range_gives_each_process_one_until_none_is_left():
     (port,) = free_ports("127.0.0.1", 1)
-    first = MetricsServer(Meter(), f"127.0.0.1:{port}-{port}")
+    first = export(Meter(), f"127.0.0.1:{port}-{port}")
     try:
         assert first.address == f"127.0.0.1:{port}"
         with pytest.raises(InvalidArgumentError, match="metrics_listen"):
-            MetricsServer(Meter(), f"127.0.0.1:{port}-{port}")
+            export(Meter(), f"127.0.0.1:{port}-{port}")
     finally:
-        first.stop()
-    MetricsServer(Meter(), f"127.0.0.1:{port}").stop()
+        await first.stop()
+    await export(Meter(), f"127.0.0.1:{port}").stop()
 
 
-def test_bad_address_is_named():
+async def test_bad_address_is_named():
     for listen in ("9464", "127.0.0.1:9-8", "127.0.0.1:70000", "x:1-2-3"):
         with pytest.raises(InvalidArgumentError, match="metrics_listen"):
-            MetricsServer(Meter(), listen)
+            export(Meter(), listen)
 
 
 async def test_tasks_are_counted_from_any_thread():
     meter, never = Meter(), asyncio.Event()
-    export = MetricsExport(meter, role="draft", model="demo", listen="0.0.0.0:0")
-    assert not export.address.startswith("0.0.0.0"), "others cannot reach it there"
+    exported = export(meter, "0.0.0.0:0")
+    assert not exported.address.startswith("0.0.0.0"), "others cannot reach it there"
 
     async def count():
         (value,) = next(series for metric, series in meter.read() if metric.name == "gammaray.tasks")
@@ -95,10 +100,9 @@ async def test_tasks_are_counted_from_any_thread():
     never.set()
     await asyncio.gather(*waiting)
     assert await count() == before
-    await export.stop()
+    await exported.stop()
 
 
-ROOT = Path(gammaray.__file__).parents[1]
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
@@ -144,16 +148,7 @@ def test_telemetry_without_variables_loads_no_sdk():
         "telemetry = Telemetry('draft')\n"
         "print(telemetry.tracer, telemetry.span_ids, 'opentelemetry.sdk' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        check=True,
-        env={"PATH": ""},
-    )
-    assert result.stdout.strip() == "None None False"
+    assert run_code(script, env={"PATH": ""}).stdout.strip() == "None None False"
 
 
 async def test_shutdown_flushes_queued_spans(monkeypatch):

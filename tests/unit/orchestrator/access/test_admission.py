@@ -39,13 +39,10 @@ class Requests:
         except (ResourceExhaustedError, DeadlineExceededError) as error:
             self.refused.append((name, error))
 
-    async def end_one(self):
-        self.ends.pop(0).set()
-        await ticks()
-
     async def end_all(self):
         while self.ends:
-            await self.end_one()
+            self.ends.pop(0).set()
+            await ticks()
         assert (self.admission.num_running, self.admission.num_waiting) == (0, 0)
         assert self.admission.num_tenants == 0
 

@@ -6,7 +6,6 @@ import json
 
 import grpc
 import pytest
-import uvicorn
 
 from gammaray.types import EmittedToken, FinishReason, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
@@ -18,6 +17,7 @@ from orchestrator.api.grpc_handlers import add_generation_service
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.stalls import while_read
+from tests.support.http_helpers import listening
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.workers.scripted_workers import until
 
@@ -95,21 +95,8 @@ async def test_unread_grpc_stream_gives_its_place_back():
         await server.stop(None)
 
 
-@contextlib.asynccontextmanager
-async def serving(app):
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
-    )
-    task = asyncio.create_task(server.serve())
-    try:
-        await until(lambda: server.started)
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
-
-
-async def asked(port, path, body):
+async def asked(url, path, body):
+    port = int(url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -130,10 +117,10 @@ async def asked(port, path, body):
 async def test_unread_http_stream_gives_its_place_back(path, body):
     backend = EndlessBackend()
     backend.max_context = 1000
-    async with serving(create_app(backend)) as port:
-        reader, writer = await asked(port, path, {**body, "stream": True})
+    async with listening(create_app(backend)) as url:
+        reader, writer = await asked(url, path, {**body, "stream": True})
         await reader.readexactly(10)
-        served, other = await asked(port, "/v1/completions", {"prompt": "a", "max_tokens": 3})
+        served, other = await asked(url, "/v1/completions", {"prompt": "a", "max_tokens": 3})
         answer = await asyncio.wait_for(served.read(), WAIT_S)
         assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
         assert FinishReason.LENGTH.value.encode() in answer

@@ -113,13 +113,6 @@ def test_cycle_output_is_that_of_plain_decoding_whatever_is_drafted(tokens, stop
         ]
 
 
-async def test_cycle_held_back_text_is_released_when_no_stop_string_comes():
-    target = ScriptedTarget([3, 23, 24])
-    session = make_session(stop=["xyz"], max_tokens=3)
-    cycles = await run_to_end(session, perfect_drafter(target), target, 0)
-    assert [c.text for c in cycles] == ["d", "", "xy"]
-
-
 def failing(error):
     def propose(session, gamma):
         raise error
@@ -219,12 +212,9 @@ class HeadedTarget(ScriptedTarget):
 
 
 async def headed_cycle(drafted, depth=3, nodes=0, **fields):
-    class Heads(ConstantGamma):
-        def next_shape(self):
-            return Shape(depth, nodes, drafter=DrafterKind.HEAD)
-
-    target, session = HeadedTarget(TOKENS, drafted), make_session(**fields)
-    return await run_cycle(session, TargetHead(), target, Heads(depth)), target
+    target, controller = HeadedTarget(TOKENS, drafted), ConstantGamma(depth)
+    controller.shape = Shape(depth, nodes, drafter=DrafterKind.HEAD)
+    return await run_cycle(make_session(**fields), TargetHead(), target, controller), target
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ import pytest
 from gammaray.errors import FailedPreconditionError, InternalError
 from orchestrator.cycle.pipeline import run_cycles
 from tests.support.cycle_helpers import (
-    PROMPT,
     ConstantGamma,
     ListStore,
     ScriptedTarget,
     make_session,
     perfect_drafter,
-    run_to_end,
 )
 
 TOKENS = tuple(range(3, 23))
@@ -55,20 +53,6 @@ class GatedTarget(ScriptedTarget):
 
 def cycles_of(session, target, store, gamma=2):
     return run_cycles(session, perfect_drafter(target), target, store, ConstantGamma(gamma))
-
-
-@pytest.mark.parametrize("gamma", [0, 1, 3])
-@pytest.mark.parametrize("stop", [(), ("gh",)])
-async def test_pipeline_yields_what_cycles_in_a_row_yield(gamma, stop):
-    target = ScriptedTarget(TOKENS)
-    plain = make_session(max_tokens=10, stop=stop)
-    wanted = await run_to_end(plain, perfect_drafter(target), target, gamma)
-    session, store = make_session(max_tokens=10, stop=stop), ListStore()
-    cycles = [cycle async for cycle in cycles_of(session, target, store, gamma)]
-    assert [(c.token_ids, c.text, c.finish_reason) for c in cycles] == [
-        (c.token_ids, c.text, c.finish_reason) for c in wanted
-    ]
-    assert store.token_ids == session.token_ids[len(PROMPT) :] == plain.token_ids[len(PROMPT) :]
 
 
 async def test_pipeline_cycle_is_seen_only_once_it_is_stored_while_the_next_one_runs():

@@ -23,9 +23,9 @@ TEXT_DEPTH = 8
 
 
 class Finds:
-    def __init__(self, kind=SUFFIX, length=8, num_tokens=TEXT_DEPTH):
+    def __init__(self, kind=SUFFIX, length=8, num_tokens=TEXT_DEPTH, first=0):
         self.kind, self.num_tokens = kind, num_tokens
-        self.match = Match(kind, tuple(range(num_tokens)), length, (1.0,) * num_tokens)
+        self.match = Match(kind, tuple(range(first, first + num_tokens)), length, (1.0,) * num_tokens)
 
     def look_up(self, session, depth):
         return replace(self.match, token_ids=self.match.token_ids[:depth])
@@ -53,16 +53,27 @@ def choice_of(texts, readiness=Readiness.READY, allowed=MODEL, seed=1, costs=Non
     return DrafterChoice(session, drafter, controller)
 
 
-def play(choice, num_cycles, *, model_alpha=0.0, text_alpha=0.0, prediction_alpha=None, world=None, seed=1):
-    """Run cycles; a match takes no draft. Return the shapes."""
+FALSE, OTHER = 100, 1000
+"""First token of a prediction beside a suffix match, and one that no drafter proposes."""
+
+
+def play(choice, num_cycles, *, model_alpha=0.0, text_alpha=0.0, prediction_alpha=0.0, world=None, seed=1):
+    """Run cycles; a match takes no draft. Return the shapes.
+
+    Of the text, a token is that of a match with `text_alpha`, else that of the other with `prediction_alpha`.
+    """
     rng, world, shapes = random.Random(seed), world or World(spikes=0.0, noise=0.1), []
-    alphas = {MODEL: model_alpha, PREDICTION: text_alpha if prediction_alpha is None else prediction_alpha}
     for index in range(num_cycles):
         shape = choice.next_shape()
-        is_text = shape.drafter is not MODEL
-        alpha, levels = alphas.get(shape.drafter, text_alpha), []
-        for _ in range(shape.depth):
-            is_accepted = rng.random() < alpha
+        is_text, levels, text = shape.drafter is not MODEL, [], []
+        first = FALSE if shape.drafter is PREDICTION and prediction_alpha else 0
+        while len(text) <= TEXT_DEPTH:
+            number, drawn = len(text), rng.random()
+            text.append(number if drawn < text_alpha else OTHER)
+            if text[-1] == OTHER and rng.random() < prediction_alpha:
+                text[-1] = FALSE + number
+        for number in range(shape.depth):
+            is_accepted = text[number] == first + number if is_text else rng.random() < model_alpha
             levels.append((1, 0 if is_accepted else -1))
             if not is_accepted:
                 break
@@ -71,7 +82,8 @@ def play(choice, num_cycles, *, model_alpha=0.0, text_alpha=0.0, prediction_alph
         cycle = make_cycle(
             shape, levels, shape.depth, draft=draft, verify=step, other=world.other, is_first=index == 0
         )
-        choice.observe(replace(cycle, drafter=shape.drafter if shape.depth else DrafterKind.NONE))
+        drafter = shape.drafter if shape.depth else DrafterKind.NONE
+        choice.observe(replace(cycle, drafter=drafter, token_ids=tuple(text[: len(cycle.token_ids)])))
         shapes.append(shape)
     return shapes
 
@@ -94,6 +106,15 @@ def test_drafter_that_is_accepted_at_less_cost_is_preferred(model_alpha, text_al
     assert {kind for kind in (MODEL, SUFFIX) if share(shapes, kind) > 0.8} == preferred
     assert preferred or share(shapes, MODEL) + share(shapes, SUFFIX) < 0.2
     assert preferred != {SUFFIX} or max(shape.depth for shape in shapes) == TEXT_DEPTH
+
+
+def test_matches_are_learned_from_what_the_model_emits():
+    costs, world = CostModel(random.Random(1)), World(spikes=0.0, noise=0.1, draft=0.01, network=0.0)
+    without, with_matches = choice_of([], costs=costs), choice_of([Finds(length=2)], costs=costs)
+    play(without, 300, model_alpha=0.9, world=world)
+    shapes = play(with_matches, 60, model_alpha=0.9, text_alpha=1.0, world=world)
+    assert share(shapes[:1], MODEL) == 1.0, "by their prior, matches promise less"
+    assert share(shapes[-20:], SUFFIX) == 1.0
 
 
 def test_matches_end_where_further_rows_cost_more():
@@ -149,7 +170,7 @@ def test_short_matches_are_not_expected_to_be_accepted_but_predictions_are(kind,
 
 
 def test_of_two_text_drafters_the_one_that_is_accepted_is_used():
-    choice = choice_of([Finds(PREDICTION, length=2), Finds(SUFFIX, length=20)], Readiness.ABSENT)
+    choice = choice_of([Finds(PREDICTION, length=2, first=FALSE), Finds(length=20)], Readiness.ABSENT)
     shapes = play(choice, 300, text_alpha=0.9, prediction_alpha=0.05)
     assert share(shapes[100:], SUFFIX) > 0.9
     assert all(shape.is_fallback for shape in shapes), "no draft worker is there"

@@ -29,7 +29,6 @@ def look_up(prediction, emitted, depth=3):
 @pytest.mark.parametrize(
     ("prediction", "emitted", "expected"),
     [
-        pytest.param(TEXT, [], ((10, 11, 12), 0), id="start"),
         pytest.param((257, 1, 256, 7), [9, 1, 256], ((7,), 2), id="bytes-of-two-tokens"),
         pytest.param((256, 65536, 256), [9, 1, 256], None, id="bytes-across-tokens-do-not-match"),
     ],

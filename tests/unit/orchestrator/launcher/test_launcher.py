@@ -138,21 +138,14 @@ subprocess.Popen([sys.executable, "-c", stubborn])
 """
 
 
-def start_orphan(cluster_id):
-    environment = {**os.environ, MARK: cluster_id}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert parent.stdout.readline() == "up\n"
-    parent.wait(60)
-    (orphan,) = marked(cluster_id)
-    return orphan
-
-
 def test_end_marked_finds_orphans_that_ignore_sigterm():
     cluster_id = uuid.uuid4().hex
-    start_orphan(cluster_id)
-    assert end_marked(cluster_id, grace_s=0.2) == 1
+    command, environment = [sys.executable, "-c", ORPHAN], {**os.environ, MARK: cluster_id}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout.readline() == "up\n"
+        parent.wait(60)
+        assert len(marked(cluster_id)) == 1
+        assert end_marked(cluster_id, grace_s=0.2) == 1
     assert marked(cluster_id) == []
     assert end_marked(cluster_id) == 0
 
@@ -195,28 +188,6 @@ def test_end_marked_finds_a_child_that_lost_the_mark():
         assert {process.pid for process in marked(cluster_id)} == {parent.pid, child.pid}
         assert end_marked(cluster_id) == 2
     assert not runs(child)
-
-
-GUARDED = """
-import os, pathlib, signal, sys
-from orchestrator.launcher.reaper import Guardian
-Guardian(sys.argv[1], pathlib.Path(sys.argv[2]))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-def test_guardian_cleans_up_after_a_launcher_that_was_killed(tmp_path):
-    cluster_id, directory = uuid.uuid4().hex, tmp_path / "cluster"
-    directory.mkdir()
-    (directory / "file").touch()
-    orphan = start_orphan(cluster_id)
-    subprocess.run([sys.executable, "-c", GUARDED, cluster_id, str(directory)], timeout=100)
-    deadline = time.monotonic() + 100
-    while (directory.exists() or runs(orphan)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert marked(cluster_id) == []
-    assert not directory.exists()
 
 
 class Vanished:

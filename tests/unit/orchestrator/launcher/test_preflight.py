@@ -1,21 +1,18 @@
 """What the launcher checks before a cluster starts: settings of workers, models, and access."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import gammaray
 from gammaray.checks import is_loopback
 from gammaray.config import ClusterSettings, OrchestratorSettings, PoolSize
 from gammaray.demo_pair import resolve_model
 from gammaray.deploy.serve_config import role_settings
 from gammaray.errors import InvalidArgumentError, UnauthenticatedError
 from gammaray.security.keys import create_key, hash_key
-from orchestrator.access.caller import Authenticator, make_authenticator
-from orchestrator.launcher.options import parse_options
+from orchestrator.access.caller import Authenticator
+from orchestrator.launcher.cluster import parse_options
 from orchestrator.launcher.preflight import (
     check_drafting_head,
     check_host,
@@ -27,8 +24,7 @@ from orchestrator.launcher.preflight import (
     worker_gpus,
 )
 from orchestrator.launcher.trust import arrange_trust, check_access
-
-ROOT = Path(gammaray.__file__).parents[1]
+from tests.support.own_process import run_code
 
 
 def test_defaults_take_the_gpus_that_there_are():
@@ -106,8 +102,7 @@ print(json.dumps([status, sorted(sys.modules)]), file=out)
 
 
 def test_launcher_refuses_before_anything_slow_is_imported():
-    command = [sys.executable, "-c", REFUSED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=True)
+    done = run_code(REFUSED)
     status, modules = json.loads(done.stdout)
     assert status == 2
     assert done.stderr.startswith("gammaray: ")
@@ -187,7 +182,7 @@ def test_arrange_trust_gives_the_launcher_a_key_of_its_own(keys):
     settings = OrchestratorSettings(**trust.orchestrator)
     assert trust.probe_key_sha256 == hash_key(trust.api_key)
     assert trust.api_key not in repr(settings)
-    door = make_authenticator(settings, trust.probe_key_sha256, trust.local_only)
+    door = Authenticator(settings.key_file, trust.probe_key_sha256, trust.local_only)
     caller = door.identify({"authorization": f"Bearer {trust.api_key}"})
     assert caller.tenant == "gammaray-probe"
 
@@ -196,7 +191,7 @@ def test_arrange_trust_without_keys_stays_on_this_machine():
     trust = arrange_trust(ClusterSettings())
     assert trust.api_key is None
     settings = OrchestratorSettings(**trust.orchestrator)
-    door = make_authenticator(settings, trust.probe_key_sha256, trust.local_only)
+    door = Authenticator(settings.key_file, trust.probe_key_sha256, trust.local_only)
     for peer in ("", "ipv4:127.0.0.1:5", "ipv6:[::1]:5", "ipv6:%5B::1%5D:5", "unix:"):
         assert door.identify({}, peer).tenant == ""
     for peer in ("ipv4:10.0.0.1:5", "ipv6:[fe80::1]:5", "ipv4:128.0.0.1:127"):
@@ -224,11 +219,11 @@ def test_gguf_file_is_refused_by_its_setting_with_the_command_that_converts_it(t
 def test_target_without_a_draft_has_no_draft_workers_and_a_note(monkeypatch):
     own = [("--target x", 0), ("--target x --draft y", 1), ("--target x --draft-workers 2", 2)]
     for line, count in (*own, ("--target demo", 1), ("", 1)):
-        assert parse_options(line.split()).cluster.draft_workers == PoolSize(count), line
+        assert parse_options(line.split())[0].draft_workers == PoolSize(count), line
     monkeypatch.setenv("GAMMARAY_TARGET", "x")
-    assert parse_options([]).cluster.draft_workers == PoolSize(0)
+    assert parse_options([])[0].draft_workers == PoolSize(0)
     monkeypatch.setenv("GAMMARAY_DRAFT", "y")
-    assert parse_options([]).cluster.draft_workers == PoolSize(1)
+    assert parse_options([])[0].draft_workers == PoolSize(1)
     monkeypatch.delenv("GAMMARAY_DRAFT")
     (note,) = drafting_notes(ClusterSettings(target="x"))
     assert "look-ups in the text" in note

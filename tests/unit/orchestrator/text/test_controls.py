@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from gammaray.errors import InvalidArgumentError
 from orchestrator.api.http.tools.calls import Tool, ToolChoice, plan_calls, render_messages
 from orchestrator.text.tokenizer import Tokenizer
+from tests.support.vocabulary_helpers import byte_level
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|im_", "<s>", "[TOOL_CALLS]")
 PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", "  ", "user")
@@ -31,13 +32,8 @@ PIECES = st.sampled_from(
 TEXTS = st.lists(PIECES, max_size=5).map("".join)
 
 
-def byte_level() -> FastTokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {text: number for number, text in enumerate(["<|im_start|>", *alphabet, "us", "er"])}
-    tokenizer = FastTokenizer(models.BPE(vocab=vocabulary, merges=[("u", "s"), ("e", "r")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+def spelt_in_bytes() -> FastTokenizer:
+    return byte_level("user", 259, specials=("<|im_start|>",)).backend_tokenizer
 
 
 def sentencepiece() -> FastTokenizer:
@@ -71,7 +67,7 @@ def saved(folder, tokenizer: FastTokenizer) -> Tokenizer:
     return Tokenizer(str(folder))
 
 
-@pytest.fixture(scope="module", params=[byte_level, sentencepiece, unigram])
+@pytest.fixture(scope="module", params=[spelt_in_bytes, sentencepiece, unigram])
 def tokenizer(request, tmp_path_factory):
     return saved(tmp_path_factory.mktemp("model"), request.param())
 
@@ -156,7 +152,7 @@ def test_answers_keep_the_tokens_that_their_text_shows(tokenizer):
     ],
 )
 def test_templates_may_change_texts(tmp_path, change, given):
-    tokenizer = byte_level()
+    tokenizer = spelt_in_bytes()
     marked = "'<|im_start|>' + (" + change + ") + '<|im_end|>'"
     template = "{%- for message in messages %}{{- " + marked + " }}{%- endfor %}"
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])

@@ -1,8 +1,6 @@
 """Idle priority is used only if it can be reverted, and ends when a request arrives."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -14,6 +12,7 @@ from services.engine.core.batch import SequenceInput
 from services.engine.loader import load_engine
 from services.own.lookahead import can_use_idle_priority
 from tests.support.engine_helpers import tiny_model
+from tests.support.own_process import run_code
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
 
@@ -28,19 +27,10 @@ print(can_use_idle_priority(), os.sched_getscheduler(0) == os.SCHED_OTHER)
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_idle_priority_is_not_used_if_it_cannot_be_reverted():
     """An ordinary user: the thread would keep idle priority for good."""
-    done = subprocess.run(
-        [sys.executable, "-c", UNPRIVILEGED], capture_output=True, text=True, timeout=200, check=True
-    )
-    assert done.stdout.split() == ["False", "True"]
-
-
-@pytest.fixture
-def engine(tmp_path):
-    engine = load_engine(str(tiny_model("llama", tmp_path, max_position_embeddings=4096)))
-    assert engine.can_chain
-    return engine
+    assert run_code(UNPRIVILEGED).stdout.split() == ["False", "True"]
 
 
 def preempted(work, stop: c_int32) -> list[int]:
@@ -77,7 +67,9 @@ def preempted(work, stop: c_int32) -> list[int]:
 )
 @pytest.mark.parametrize("call", ["chain", "step"])
 @pytest.mark.parametrize("is_waited_for", [False, True])
-def test_forwards_run_at_idle_priority_until_a_request_waits(engine, call, is_waited_for):
+def test_forwards_run_at_idle_priority_until_a_request_waits(tmp_path, call, is_waited_for):
+    engine = load_engine(str(tiny_model("llama", tmp_path, max_position_embeddings=4096)))
+    assert engine.can_chain
     stop = c_int32(int(is_waited_for))
 
     def work() -> None:

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +25,7 @@ from tests.support.engine_helpers import (
     random_tokens,
     tiny_model,
 )
+from tests.support.own_process import run_code
 
 MASK = 4
 TEXT = random_tokens(9, seed=1)
@@ -227,13 +226,7 @@ def test_drafter_of_the_hub_in_shards_is_loaded_as_its_directory_is(source, tmp_
         (stored / "refs").mkdir(parents=True)
         (stored / "refs" / "main").write_text("0" * 40)
         shutil.copytree(folder, stored / "snapshots" / ("0" * 40))
-    process = subprocess.run(
-        [sys.executable, "-c", LOADS_FROM_THE_HUB, str(tmp_path / "out"), *map(str, TEXT)],
-        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
-        check=True,
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
-    assert "it was trained for another (ffffffffffff)" in process.stdout
+    hub = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    loaded = run_code(LOADS_FROM_THE_HUB, str(tmp_path / "out"), *map(str, TEXT), env=hub)
+    assert "it was trained for another (ffffffffffff)" in loaded.stdout
     assert torch.equal(load_file(tmp_path / "out")["logits"], expected)

@@ -1,7 +1,6 @@
 """The engine's logits and hidden states against the model's own plain forward, for every architecture.
 
-On each path: the compiled kernel, transformers' layers with an attention per session, as on CPUs, or with
-one of all sessions, as on GPUs.
+On each path: the compiled kernel, transformers' layers as on CPUs, or with a causal kernel, as on GPUs.
 """
 
 import random
@@ -12,14 +11,13 @@ import torch
 
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
-from services.engine.hf.batched_attention import MAX_PADDED_ROWS
 from services.engine.loader import load_engine
 from services.engine.native.runner import NativeRunner
 from tests.support.engine_helpers import (
     LEAN,
     SUPPORTED,
     CheckedEngine,
-    batched_engine,
+    flash_engine,
     path_tokens,
     plain_logits,
     plain_model,
@@ -35,7 +33,7 @@ LAYERS = (2, 3, 0, 1, 2)
 # Two roots, a chain below one, siblings with equal positions, a leaf deeper than the window of 8.
 TREE = (-1, -1, 0, 0, 1, 2, 4, 5, 6, 8, 9, 10, 11)
 PATHS = [
-    *((arch, path) for path in ("transformers", "batched") for arch in SUPPORTED),
+    *((arch, path) for path in ("transformers", "flash") for arch in SUPPORTED),
     *((arch, "native") for arch in LEAN),
 ]
 
@@ -58,7 +56,7 @@ class _Directories(dict[str, Path]):
 
 
 def checked(directory: Path, path: str, taps: tuple[int, ...] = ()) -> CheckedEngine:
-    engine = batched_engine(directory) if path == "batched" else load_engine(str(directory), engine=path)
+    engine = flash_engine(directory) if path == "flash" else load_engine(str(directory), engine=path)
     return CheckedEngine(engine, plain_model(directory), taps)
 
 
@@ -75,7 +73,7 @@ def test_steps_of_several_sessions_match_plain_forwards(directories, arch, path)
     run.step(
         *[SequenceInput(name, n, random_tokens(1, n), 1) for name, n in (("a", 70), ("b", 7), ("c", 23))]
     )
-    # Ragged rows, a rollback, a tree and a new session; the lengths call for two groups of padded rows.
+    # Ragged rows, a rollback, a tree and a new session.
     run.step(
         SequenceInput("c", 24, [5, *tree], len(TREE) + 1, TREE),
         SequenceInput("d", 0, text[:2], 2),
@@ -85,9 +83,9 @@ def test_steps_of_several_sessions_match_plain_forwards(directories, arch, path)
     run.engine.keep_path("c", 25, [0, 2, 5, 7])
     assert run.engine.tokens("c")[24:] == [5, tree[0], tree[2], tree[5], tree[7]]
     run.engine.fork("c", "e", 27)
-    # A chunk that begins behind cached tokens and is longer than padded rows may be, with others.
+    # A chunk that begins behind cached tokens, with others.
     run.step(
-        SequenceInput("d", 2, random_tokens(MAX_PADDED_ROWS + 6, 6), 5),
+        SequenceInput("d", 2, random_tokens(70, 6), 5),
         SequenceInput("c", 29, random_tokens(3, 7), 3),
         SequenceInput("e", 27, random_tokens(6, 8), 4, (-1, -1, 0)),
     )
@@ -106,13 +104,13 @@ def test_steps_of_several_sessions_match_plain_forwards(directories, arch, path)
     assert run.worst_tap <= TAP_TOLERANCE
 
 
-@pytest.mark.parametrize("path", ["transformers", "batched"])
+@pytest.mark.parametrize("path", ["transformers", "flash"])
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_bfloat16_stays_within_its_rounding(directories, arch, path):
     directory = str(directories[arch])
     engine = (
-        batched_engine(directories[arch], dtype="bfloat16")
-        if path == "batched"
+        flash_engine(directories[arch], dtype="bfloat16")
+        if path == "flash"
         else load_engine(directory, dtype="bfloat16")
     )
     text = random_tokens(30, 1)

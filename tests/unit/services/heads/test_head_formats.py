@@ -22,7 +22,7 @@ def target(tmp_path_factory):
 
 def engine_of(folder, target, **options):
     head, target_ids = load_head(str(folder), target)
-    engine = head_engine(head, target_ids, name="head", max_context=128, budget_bytes=1 << 24, **options)
+    engine = head_engine(head, target_ids, name="head", max_context=128, **options)
     return engine, head, target_ids
 
 

@@ -144,13 +144,6 @@ def serve_24(scheduler, folder, tenant=""):
     wait_until(lambda: len(records(folder, f"tenant-{tenant}" if tenant else "open")) == 24)
 
 
-def cut_some(paths):
-    """Leave files as a machine does that loses power: one is empty, of one the end is missing."""
-    empty, half = sorted(paths)[:2]
-    empty.write_bytes(b"")
-    half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
-
-
 @pytest.mark.slow
 def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, untrained, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
@@ -158,7 +151,9 @@ def test_training_publishes_what_is_better_on_newer_streams(tmp_path, target, un
     with learning(tmp_path, target, untrained, monkeypatch) as scheduler:
         serve_24(scheduler, tmp_path)
         folder = LearningFolder(tmp_path)
-        cut_some(records(tmp_path))
+        empty, half = records(tmp_path)[:2]  # as on a machine that loses power
+        empty.write_bytes(b"")
+        half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
         trainer = Trainer(folder, str(target), str(untrained), lambda: False)
         version = trainer.run_round()
         assert version is not None

@@ -56,7 +56,7 @@ def test_drafter_that_cannot_be_trained_ends_with_that_status(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_signal_ends_it_in_the_middle_of_a_step(tmp_path, number):
     code = """
 import runpy

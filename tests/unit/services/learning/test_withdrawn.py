@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
-from gammaray.cli import main
 from gammaray.learning.folder import LearningFolder, RecordName
 from services.learning.records import MAX_AGE_S, MAX_FILES, MAX_POSITIONS, Buffer, Recorder
 from services.learning.versions import MAX_DRAFTERS, LoadedDrafters
+from tests.support.cli_helpers import invoke
 from tests.support.learning_helpers import ended, publish, records
 from tests.support.small_files import largest_file
 from tests.support.workers.redis_helpers import wait_until
@@ -39,8 +38,8 @@ def folder(tmp_path):
     return found
 
 
-def forget(folder, *options):
-    return CliRunner().invoke(main, ["drafters", "--folder", str(folder.path), "forget", "acme", *options])
+def forget(folder):
+    return invoke("drafters", "--folder", folder.path, "forget", "acme")
 
 
 def test_forget_says_which_workers_have_confirmed(folder, monkeypatch):
@@ -89,6 +88,7 @@ versions.close()
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to serve as another user")
 def test_root_withdraws_for_a_worker_of_another_user(monkeypatch):
     monkeypatch.setattr("gammaray.cli.commands.train.CONFIRM_WAIT_S", 60)

@@ -9,8 +9,8 @@ import torch
 from gammaray.types import SparseDistribution, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.speculation.predictions import draw_temperature, quantise, sample_sparse
-from tests.support.drafting_helpers import propose_token
 from tests.support.maths_helpers import drawn_tokens
+from tests.support.maths_loop_helpers import propose_token
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 VOCAB = 50

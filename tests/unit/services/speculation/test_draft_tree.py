@@ -36,17 +36,13 @@ class Fixed:
         return self._guesses
 
 
-def random_prediction(rng: random.Random) -> Fixed:
-    weights = sorted((rng.random() ** 3 for _ in range(5)), reverse=True)
-    return Fixed(*((rng.randrange(1, 10**6), weight / sum(weights)) for weight in weights))
-
-
 def opened(root: Node, levels: int, rng: random.Random) -> None:
     """Open everything down to some depth, as a function of the path alone."""
     nodes = [root]
     for _ in range(levels):
         for node in nodes:
-            node.prediction = random_prediction(rng)
+            weights = sorted((rng.random() ** 3 for _ in range(5)), reverse=True)
+            node.prediction = Fixed(*((rng.randrange(1, 10**6), weight / sum(weights)) for weight in weights))
         nodes = [node.child(token_id) for node in nodes for token_id, _ in node.prediction.guesses(None)]
 
 

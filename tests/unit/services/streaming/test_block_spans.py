@@ -11,7 +11,7 @@ from opentelemetry.trace import StatusCode
 from gammaray.errors import DeadlineExceededError
 from gammaray.telemetry import names as t
 from services.scheduling.tasks import Reply, Timing
-from services.streaming.tracing import BlockTracer, sampled_parent
+from services.streaming.tracing import record_answer, sampled_parent
 from tests.support.vllm_helpers import Session
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -25,7 +25,7 @@ def test_failed_block_has_its_error_in_a_span_below_its_caller():
     task = Session([1, 2, 3]).block((5, 6), traceparent=PARENT)
     task.arrived = time.monotonic() - 0.05
     reply = Reply(task.request_id, task.session_id, DeadlineExceededError("late"), TIMING)
-    BlockTracer(provider.get_tracer("test")).answered(task, reply)
+    record_answer(provider.get_tracer("test"), task, reply)
     (span,) = exporter.get_finished_spans()
     assert (span.name, span.kind.name) == (t.SPAN_VERIFY, "SERVER")
     assert f"{span.context.trace_id:032x}-{span.parent.span_id:016x}" in PARENT

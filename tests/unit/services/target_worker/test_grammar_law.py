@@ -27,38 +27,22 @@ from tests.support.maths_helpers import (
     quantised_drafter,
     rejection_distribution,
 )
-from tests.support.processing_helpers import small_compiler
+from tests.support.processing_helpers import AB_OR_BA, AB_TEXTS, listed, small_compiler, text_of
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 EXACT = 1e-12
 EOS, B = 0, 2
 TOKENS = ("<eos>", "a", "b", "ab", "ba", "c")
-GRAMMAR, TEXTS = (
-    "start: /(ab|ba){1,2}c?/",
-    [
-        "".join(parts) + end
-        for count in (1, 2)
-        for parts in itertools.product(("ab", "ba"), repeat=count)
-        for end in ("", "c")
-    ],
-)
 LONGEST = 6
 START = (5,)
 
 
 def begin() -> GrammarState:
-    return small_compiler(TOKENS, len(TOKENS), (EOS,)).begin(GRAMMAR)
+    return small_compiler(TOKENS, len(TOKENS), (EOS,)).begin(AB_OR_BA)
 
 
 def allowed(output: tuple[int, ...]) -> list[int]:
-    """Return the tokens after an output, from the list of texts."""
-    text = "".join(TOKENS[token_id] for token_id in output)
-    found = [EOS] if text in TEXTS else []
-    return found + [
-        token_id
-        for token_id in range(1, len(TOKENS))
-        if any(one.startswith(text + TOKENS[token_id]) for one in TEXTS)
-    ]
+    return listed(AB_TEXTS, output, TOKENS)
 
 
 class Masked(TinyModel):
@@ -96,7 +80,7 @@ class Masked(TinyModel):
         return made.apply(rows, paths).double().log_softmax(-1)
 
     def edits(self) -> LogitEdits:
-        params = SamplingParams(grammar=GRAMMAR)
+        params = SamplingParams(grammar=AB_OR_BA)
         return LogitEdits(params, [EOS], len(START), len(TOKENS), grammar=begin())
 
 
@@ -113,11 +97,11 @@ def assert_lossless(target: Masked, distribution) -> None:
     expected = plain_distribution(target, target.committed, LONGEST)
     assert distance(whole, expected) < EXACT
     texts = {
-        "".join(TOKENS[token_id] for token_id in (*target.committed[1:], *tokens)).split(TOKENS[EOS])[0]
+        text_of((*target.committed[1:], *tokens), TOKENS).split(TOKENS[EOS])[0]
         for tokens, prob in whole.items()
         if prob > 0
     }
-    assert texts <= set(TEXTS)
+    assert texts <= set(AB_TEXTS)
 
 
 def drafts(gamma: int, seed: int) -> list[tuple[int, ...]]:

@@ -137,17 +137,12 @@ def test_arriving_block_ends_draft_ahead(pair, monkeypatch):
 LONG_PROMPT = random_tokens(200, seed=3)
 
 
-@pytest.fixture(scope="module")
-def exact_pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exact_pair")
-    target = bigram_target(folder / "target")
-    return str(target), str(bigram_head(folder / "head", target))
-
-
 @pytest.mark.parametrize("window", [MAX_FEATURES, 32, 100])
-def test_head_reads_the_newest_positions_of_a_prompt_and_is_right(exact_pair, window, monkeypatch):
+def test_head_reads_the_newest_positions_of_a_prompt_and_is_right(window, tmp_path, monkeypatch):
     monkeypatch.setattr(head_loading, "MAX_FEATURES", window)
-    scheduler, drafter = scheduler_of(exact_pair, ahead=False)
+    target = bigram_target(tmp_path / "target")
+    pair = str(target), str(bigram_head(tmp_path / "head", target))
+    scheduler, drafter = scheduler_of(pair, ahead=False)
     run = Run(scheduler, LONG_PROMPT, SamplingParams(temperature=0.0))
     run.cycle(Shape(0))
     counts = watched(drafter.engine, monkeypatch)

@@ -74,11 +74,7 @@ def served(scheduler, cycles, *, is_late):
         scheduler.submit([block])
         (reply,) = steps_until(scheduler, len)
         opened.join()
-        found.append(reply.outcome)
-        drafted = reply.outcome.drafted or proposal
-        run.held = len(run.tokens)
-        run.tokens += [drafted.token_ids[node] for node in reply.outcome.accepted_path]
-        run.tokens.append(reply.outcome.next_token_id)
+        found.append(run.take(block, reply))
     return found, scheduler.engine.tokens(run.name)[:]
 
 

@@ -123,17 +123,6 @@ def test_verify_tree_without_coupling_is_refused(method, params):
         verify(method, greedy_rows(1, 1, 1), Proposal((1, 2), (-1, -1)), params, Noise(1, 0, VOCAB), 0)
 
 
-def test_verify_coupled_siblings_share_the_noise_of_their_depth():
-    torch.manual_seed(0)
-    proposal = Proposal(TREE_TOKENS, TREE_PARENTS)
-    depth_of_row = (0, 1, 1, 2, 2, 3, 2)
-    for seed in range(50):
-        rows, noise = torch.randn(7, VOCAB).log_softmax(-1), Noise(seed, 0, VOCAB)
-        winners = [int((rows[r] + noise.gumbel(8 + d, 1)[0]).argmax()) for r, d in enumerate(depth_of_row)]
-        as_greedy = verify(COUPLED, greedy_rows(*winners), proposal, GREEDY, None, 0)
-        assert verify(COUPLED, rows, proposal, SAMPLED, noise, 8) == as_greedy
-
-
 def test_is_accepted_equals_exact_rational_comparison():
     rng = random.Random(0)
     for _ in range(3000):

@@ -15,7 +15,6 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.noise import Noise
 from services.speculation.predictions import ENTROPY_FACTOR
 from services.verification import rules as verification
-from tests.support.drafting_helpers import propose_token
 from tests.support.maths_helpers import (
     Blend,
     Fixed,
@@ -30,7 +29,7 @@ from tests.support.maths_helpers import (
     quantised_drafter,
     rejection_distribution,
 )
-from tests.support.maths_loop_helpers import Speculator, chain_of, g_test
+from tests.support.maths_loop_helpers import Speculator, chain_of, g_test, propose_token
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
 

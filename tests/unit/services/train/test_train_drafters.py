@@ -50,10 +50,6 @@ def make_drafter(folder, taps=(1, 2)):
     return drafter
 
 
-def states_of(drafter, sequence):
-    return States(len(drafter.config.taps), drafter.config.hidden_size).of([sequence])[0]
-
-
 class Cache:
     """Attention over all that was fed before, one row at a time."""
 
@@ -70,8 +66,8 @@ class Cache:
 def drafted(drafter, sequence, start, anchor, depth, shift=0):
     """Return the log-probabilities of the token at anchor + depth, computed row by row from `start` on."""
     module, attend = drafter.module, Cache()
-    states = states_of(drafter, sequence).roll(shift, 0)
-    features = module.fuse(states.float())
+    (states,) = States(len(drafter.config.taps), drafter.config.layer.hidden_size).of([sequence])
+    features = module.fuse(states.roll(shift, 0).float())
     token_ids = torch.from_numpy(sequence.token_ids.astype("int64"))
     feature = None
     for position in range(start + 1, anchor + depth):

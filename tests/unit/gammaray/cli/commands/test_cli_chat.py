@@ -8,27 +8,15 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 from pydantic import BaseModel
 
 from gammaray import errors
-from gammaray.cli import main, render
+from gammaray.cli import render
 from gammaray.client.chat import Chat
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
+from tests.support.cli_helpers import invoke
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.tls_front_helpers import http_front
-
-
-class Recording(ScriptedBackend):
-    """Keeps the conversations it is shown."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.conversations = []
-
-    def render_chat(self, messages):
-        self.conversations.append([(message["role"], message["content"]) for message in messages])
-        return super().render_chat(messages)
 
 
 @pytest.fixture
@@ -39,7 +27,7 @@ def serve():
 
 
 def chat(url, said, *options):
-    return CliRunner().invoke(main, ["chat", "--url", url, *options], input=said, prog_name="gammaray")
+    return invoke("chat", "--url", url, *options, input=said)
 
 
 @pytest.mark.parametrize("path", ["", "/v1", "/v1/"])
@@ -50,17 +38,16 @@ def test_chat_takes_the_url_that_up_prints_and_asks_no_proxy_for_loopback(serve,
 
 
 def test_chat_keeps_the_conversation_until_it_is_reset(serve):
-    backend = Recording()
+    backend = ScriptedBackend()
     result = chat(
         serve(backend), "hi\n\nand?\n/reset\nagain\n/exit\nnever\n", "--system", "be", "--seed", "7"
     )
     assert result.exit_code == 0
     assert result.stdout == "café\n" * 3
-    system, hi, cafe = ("system", "be"), ("user", "hi"), ("assistant", "café")
-    assert backend.conversations == [
-        [system, hi],
-        [system, hi, cafe, ("user", "and?")],
-        [system, ("user", "again")],
+    assert [request.prompt for request in backend.requests] == [
+        "system: be\nuser: hi\n",
+        "system: be\nuser: hi\nassistant: café\nuser: and?\n",
+        "system: be\nuser: again\n",
     ]
     assert {request.sampling.seed for request in backend.requests} == {7}
     assert result.stderr.count("1.50 per cycle, alpha 0.50, seed 7") == 3
@@ -77,7 +64,7 @@ PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "require
 
 
 def test_chat_answers_have_the_form_that_an_option_asks_for(serve, tmp_path):
-    backend, file = Recording(), tmp_path / "person.json"
+    backend, file = ScriptedBackend(), tmp_path / "person.json"
     file.write_text(json.dumps(PERSON))
     url = serve(backend)
     for options in (["--json-schema", str(file)], ["--regex", "a+"], ["--choice", "a", "--choice", "b"], []):
@@ -93,7 +80,7 @@ class Person(BaseModel):
 
 def test_chat_object_parses_an_answer(serve):
     pieces = (b'{"name":', b' "Ada', b'"}')
-    backend = Recording(pieces=pieces)
+    backend = ScriptedBackend(pieces=pieces)
     conversation = Chat(serve(backend))
     assert conversation.parsed is None
     said = "".join(piece.text for piece in conversation.ask("hi", json_schema=Person))
@@ -109,7 +96,9 @@ def test_chat_object_parses_an_answer(serve):
 
 
 def test_chat_object_of_a_cut_answer_is_an_error(serve):
-    conversation = Chat(serve(Recording(pieces=(b'{"name":', b' "Ada', b'"}'))), options={"max_tokens": 2})
+    conversation = Chat(
+        serve(ScriptedBackend(pieces=(b'{"name":', b' "Ada', b'"}'))), options={"max_tokens": 2}
+    )
     list(conversation.ask("hi", json_schema=Person))
     with pytest.raises(errors.IncompleteOutputError) as caught:
         conversation.parsed  # noqa: B018  # a property
@@ -117,14 +106,14 @@ def test_chat_object_of_a_cut_answer_is_an_error(serve):
 
 
 def test_chat_two_forms_at_once_are_refused(serve):
-    conversation = Chat(serve(Recording()))
+    conversation = Chat(serve(ScriptedBackend()))
     with pytest.raises(errors.InvalidArgumentError, match="json_schema with regex"):
         list(conversation.ask("hi", json_schema=Person, regex="a"))
     assert conversation.messages == []
 
 
 def test_chat_options_reach_the_request(serve):
-    backend = Recording()
+    backend = ScriptedBackend()
     options = ("--verification", "naive", "--gamma", "3", "--temperature", "0.5", "--max-tokens", "2")
     chat(serve(backend), "hi\n", *options)
     (request,) = backend.requests
@@ -137,13 +126,13 @@ def test_chat_continues_after_an_error(serve):
         if "fail" in request.prompt:
             raise errors.GammarayError("no luck")
 
-    backend = Recording(before)
+    backend = ScriptedBackend(before)
     result = chat(serve(backend), "fail\nhi\n/what\n")
     assert result.exit_code == 0
     assert result.stdout == "café\n"
     assert "gammaray: no luck" in result.stderr
     assert "/reset starts a new chat" in result.stderr
-    assert backend.conversations[-1] == [("user", "hi")]
+    assert backend.requests[-1].prompt == "user: hi\n"
 
 
 def test_chat_without_a_server_ends_with_3():
@@ -203,7 +192,7 @@ def test_response_that_fails_or_is_closed_midway_keeps_its_text_in_the_conversat
         if number == 1 and "fail" in request.prompt:
             raise errors.UnavailableError("gone")
 
-    conversation = Chat(serve(Recording(before)))
+    conversation = Chat(serve(ScriptedBackend(before)))
     pieces = conversation.ask("hi")
     while not next(pieces).text:
         pass
@@ -228,6 +217,6 @@ def test_chat_says_what_is_wrong_with_a_port(serve):
 
 def test_generate_says_that_a_port_is_not_grpcs(serve):
     address = serve(ScriptedBackend()).removeprefix("http://").replace("localhost", "127.0.0.1")
-    result = CliRunner().invoke(main, ["generate", "x", "--address", address, "--timeout", "5"])
+    result = invoke("generate", "x", "--address", address, "--timeout", "5")
     assert result.exit_code != 0
     assert "is it the gRPC API, on port 9000 by default?" in result.stderr

@@ -4,11 +4,10 @@ import json
 from contextlib import asynccontextmanager
 
 import pytest
-from click.testing import CliRunner
 
-from gammaray.cli import main
 from gammaray.cli.commands import qualify as command
 from gammaray.cli.local_cluster import LocalCluster, NotServedError
+from tests.support import cli_helpers
 from tests.support.qualify_helpers import result, row
 
 
@@ -37,7 +36,7 @@ def invoke(monkeypatch):
         monkeypatch.setattr(command, "local_cluster", local_cluster)
         monkeypatch.setattr(command.AsyncClient, "status", status)
         monkeypatch.setattr(command, "run_bench", run_bench)
-        return CliRunner().invoke(main, ["qualify", "--target", "t", *arguments]), started, asked
+        return cli_helpers.invoke("qualify", "--target", "t", *arguments), started, asked
 
     return invoke
 

@@ -3,10 +3,8 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
 from gammaray import SessionInfo, SessionState
-from gammaray.cli import main
 from gammaray.errors import InternalError
 from gammaray.types import EmittedToken, FinishReason, TokenOrigin
 from gammaray.v1 import generation_service_pb2 as pb
@@ -14,7 +12,7 @@ from gammaray.v1 import types_pb2
 from gammaray.wire.convert import token_to_proto
 from gammaray.wire.sessions import info_from_proto, info_to_proto
 from tests.support.cli_helpers import invoke
-from tests.support.sdk_helpers import ScriptedService, answer, last, piece, serve_in_thread
+from tests.support.sdk_helpers import ScriptedService, last, piece, serve_in_thread
 
 RUNNING = SessionInfo("mine", 1, SessionState.RUNNING, None, 5, 7, 2**64 - 1, 3, 1_700_000_000_000, 59_400)
 CANCELLED = SessionInfo("old", 0, SessionState.FINISHED, FinishReason.CANCELLED, 5, 2, 1, 2, 0, 1000)
@@ -23,7 +21,9 @@ TOKEN = EmittedToken(9, TokenOrigin.BONUS, b"x", -0.5)
 
 
 class Sessions(ScriptedService):
-    """Knows three sessions."""
+    """Knows three sessions, and the cycles of another one."""
+
+    cycles = ()
 
     async def GetSession(self, request, context):
         return pb.GetSessionResponse(session=info_to_proto(RUNNING), tokens=[token_to_proto(TOKEN)])
@@ -37,6 +37,10 @@ class Sessions(ScriptedService):
 
     async def DeleteSession(self, request, context):
         return pb.DeleteSessionResponse(existed=request.session_id == "old")
+
+    async def GetSessionTrace(self, request, context):
+        assert request.session_id == "s1"
+        return pb.GetSessionTraceResponse(cycles=self.cycles)
 
 
 @pytest.fixture
@@ -52,12 +56,12 @@ def service():
 def run(service):
     with serve_in_thread(service) as address:
 
-        def invoke(*arguments):
-            result = CliRunner().invoke(main, ["sessions", *arguments, "--address", address])
+        def output_of(*arguments):
+            result = invoke("sessions", *arguments, "--address", address)
             assert result.exit_code == 0, result.output
             return result.output
 
-        yield invoke
+        yield output_of
 
 
 def test_list_shows_each_session(run, service):
@@ -97,20 +101,10 @@ def cycle(index: int, **fields: object) -> pb.CycleRecord:
     return pb.CycleRecord(**{**given, **fields})
 
 
-class RecordingService(ScriptedService):
-    """A server that has the records of one session."""
-
-    def __init__(self, cycles: list[pb.CycleRecord]) -> None:
-        super().__init__(answer(last("")))
-        self._cycles = cycles
-
-    async def GetSessionTrace(self, request, context):
-        assert request.session_id == "s1"
-        return pb.GetSessionTraceResponse(cycles=self._cycles)
-
-
 def trace(cycles: list[pb.CycleRecord], *options: str):
-    with serve_in_thread(RecordingService(cycles)) as address:
+    service = Sessions()
+    service.cycles = cycles
+    with serve_in_thread(service) as address:
         result = invoke("trace", "s1", "-a", address, *options)
     assert result.exit_code == 0, result.output
     return result.stdout

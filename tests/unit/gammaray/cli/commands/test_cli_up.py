@@ -12,7 +12,7 @@ import pytest
 import gammaray
 from gammaray.cli.commands import up
 from gammaray.config import ClusterSettings, PoolSize
-from orchestrator.launcher.options import parse_options
+from orchestrator.launcher.cluster import parse_options
 
 ROOT = Path(gammaray.__file__).parents[1]
 WAIT_S = 120.0
@@ -87,13 +87,12 @@ def test_up_signals_reach_the_launcher_whose_exit_code_counts(launch, number):
 
 
 def test_up_options_are_those_that_the_launcher_knows(monkeypatch):
-    options = parse_options(GIVEN)
-    cluster = options.cluster
+    cluster, options = parse_options(GIVEN)
     assert (cluster.target, cluster.draft_workers, cluster.http_port) == ("a b", PoolSize(2), 8123)
     assert cluster.deterministic
-    assert (options.wait_ready, options.die_with_parent, options.start_timeout_s) == (True, False, 9.5)
+    assert options == {"wait_ready": True, "die_with_parent": False, "start_timeout_s": 9.5}
     monkeypatch.setattr("sys.argv", ["cluster"])
-    assert parse_options().start_timeout_s == 300
+    assert parse_options()[1]["start_timeout_s"] == 300
     for option in up.up.params:
         for name in (*option.opts, *option.secondary_opts):
             field = ClusterSettings.model_fields.get(option.name)

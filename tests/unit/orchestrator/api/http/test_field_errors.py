@@ -4,11 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
-from orchestrator.api.http.server.app import create_app
-from tests.support.http_helpers import call
+from tests.support.http_helpers import call, http_client
 from tests.support.openapi_helpers import request_schema, resolved, validator
 from tests.support.surface_helpers import ScriptedBackend
 
@@ -75,25 +73,19 @@ def with_value(schema: Any, path: tuple[str | int, ...], value: Any) -> Any:
         return value
     step, *rest = path
     for inner in alternatives(schema):
-        if isinstance(step, int) and inner.get("type") == "array" and has_place(inner["items"], tuple(rest)):
+        if isinstance(step, int) and inner.get("type") == "array":
+            if rest and tuple(rest) not in fields(inner["items"]):
+                continue
             return [with_value(inner["items"], tuple(rest), value)]
         if step in inner.get("properties", {}):
             # With `oneOf` the field itself is one of those of which exactly one has to be given.
             around = example(inner) if inner.get("type") == "object" and "oneOf" not in inner else {}
-            around |= case_of(inner)
+            # Outside of the case that a schema tells apart others are ignored or refused.
+            case, own = inner.get("if", {}).get("properties", {}), inner.get("properties", {})
+            around |= {name: example(own[name]) for name in inner.get("then", {}).get("required", ())}
+            around |= {name: of["const"] for name, of in case.items()}
             return {**around, step: with_value(inner["properties"][step], tuple(rest), value)}
     raise AssertionError(path)
-
-
-def case_of(schema: Any) -> dict[str, Any]:
-    """Return the fields of the case that a schema tells apart: outside it others are ignored or refused."""
-    case, own = schema.get("if", {}).get("properties", {}), schema.get("properties", {})
-    required = schema.get("then", {}).get("required", ())
-    return {name: example(own[name]) for name in required} | {name: of["const"] for name, of in case.items()}
-
-
-def has_place(schema: Any, path: tuple[str | int, ...]) -> bool:
-    return not path or path in fields(schema)
 
 
 def alternatives(schema: Any) -> Iterator[Any]:
@@ -107,8 +99,7 @@ def alternatives(schema: Any) -> Iterator[Any]:
 async def test_wrong_types_are_named_by_field_and_in_the_words_of_json(path):
     schema, num_refused = request_schema(path), 0
     is_valid = validator(schema).is_valid
-    transport = httpx.ASGITransport(create_app(ScriptedBackend()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with http_client(ScriptedBackend()) as client:
         for place in fields(schema):
             name = ".".join(map(str, place))
             for wrong in WRONG:

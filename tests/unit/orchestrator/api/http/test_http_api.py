@@ -1,6 +1,5 @@
 """The OpenAI-compatible API over a scripted orchestrator: requests and responses."""
 
-import asyncio
 import json
 
 import pytest
@@ -29,8 +28,7 @@ async def test_completion_returns_text_usage_and_gammaray():
     assert body["gammaray"] == GAMMARAY
 
 
-async def test_completion_every_option_reaches_the_orchestrator():
-    backend = ScriptedBackend()
+async def test_completion_every_option_reaches_the_orchestrator(backend):
     sampling = {
         **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "min_tokens": 1, "seed": 11},
         **{"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3},
@@ -67,8 +65,7 @@ async def test_completion_every_option_reaches_the_orchestrator():
     assert request.prediction == "drawn"
 
 
-async def test_chat_prediction_of_text_parts_reaches_every_choice():
-    backend = ScriptedBackend()
+async def test_chat_prediction_of_text_parts_reaches_every_choice(backend):
     parts = [{"type": "text", "text": "def f():\n"}, {"type": "text", "text": "    pass\n"}]
     prediction = {"type": "content", "content": parts}
     await complete(backend, "/v1/chat/completions", messages=CHAT, n=2, prediction=prediction)
@@ -78,8 +75,7 @@ async def test_chat_prediction_of_text_parts_reaches_every_choice():
         assert backend.requests[-1].prediction == ""
 
 
-async def test_completion_defaults_are_those_of_openai():
-    backend = ScriptedBackend()
+async def test_completion_defaults_are_those_of_openai(backend):
     await complete(backend, prompt="x", temperature=None, stop=None, gammaray={"gamma": None})
     (request,) = backend.requests
     assert request.max_tokens == 16
@@ -87,8 +83,7 @@ async def test_completion_defaults_are_those_of_openai():
     assert request.gamma == GammaPolicy()
 
 
-async def test_samples_have_their_index_and_their_own_gammaray():
-    backend = ScriptedBackend()
+async def test_samples_have_their_index_and_their_own_gammaray(backend):
     body = (await complete(backend, prompt="x", n=3, seed=5)).json()
     assert [request.sampling.sample_index for request in backend.requests] == [0, 1, 2]
     assert {request.sampling.seed for request in backend.requests} == {5}
@@ -100,16 +95,8 @@ async def test_samples_have_their_index_and_their_own_gammaray():
     assert body["usage"]["completion_tokens"] == 9
 
 
-async def test_samples_run_at_once():
-    waiting = asyncio.Barrier(3)
-    backend = ScriptedBackend(lambda request, number: waiting.wait())
-    answer = await asyncio.wait_for(complete(backend, prompt="x", n=3), 10)
-    assert len(answer.json()["choices"]) == 3
-
-
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]]], ids=["texts", "lists of tokens"])
-async def test_several_prompts_have_a_choice_each(prompt):
-    backend = ScriptedBackend()
+async def test_several_prompts_have_a_choice_each(backend, prompt):
     body = (await complete(backend, prompt=prompt)).json()
     expected = [one if isinstance(one, str) else tuple(one) for one in prompt]
     assert [request.prompt for request in backend.requests] == expected
@@ -144,8 +131,7 @@ async def test_chat_logprobs_have_bytes():
     assert entry == {"token": "caf", "logprob": -0.5, "bytes": [99, 97, 102], "top_logprobs": [top]}
 
 
-async def test_chat_messages_go_through_the_template():
-    backend = ScriptedBackend()
+async def test_chat_messages_go_through_the_template(backend):
     content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": content, "name": "me"}]
     body = (await complete(backend, "/v1/chat/completions", messages=messages)).json()
@@ -164,8 +150,7 @@ async def test_models_lists_the_one_served():
     assert (await call(ScriptedBackend(), "GET", "/v1/models/other")).status_code == 404
 
 
-async def test_adapters_are_models_that_a_request_may_name():
-    backend = ScriptedBackend()
+async def test_adapters_are_models_that_a_request_may_name(backend):
     backend.adapters = ["legal", "sql"]
     listed = (await call(backend, "GET", "/v1/models")).json()["data"]
     assert [(model["id"], model.get("parent")) for model in listed] == [
@@ -219,8 +204,7 @@ async def test_echo_with_logprobs_covers_the_prompt_and_then_the_completion():
     assert "prompt_logprobs" not in choice
 
 
-async def test_echo_of_no_tokens_is_the_prompt_alone_with_logprobs_of_two_numbers():
-    backend = ScriptedBackend()
+async def test_echo_of_no_tokens_is_the_prompt_alone_with_logprobs_of_two_numbers(backend):
     answer = await complete(backend, prompt=PROMPT, echo=True, logprobs=1, prompt_logprobs=0, max_tokens=0)
     check_answer("/v1/completions", answer.json())
     (choice,) = answer.json()["choices"]
@@ -232,8 +216,7 @@ async def test_echo_of_no_tokens_is_the_prompt_alone_with_logprobs_of_two_number
     assert backend.requests[0].max_tokens == 1
 
 
-async def test_prompt_logprobs_of_a_chat_are_at_the_root_and_computed_once():
-    backend = ScriptedBackend()
+async def test_prompt_logprobs_of_a_chat_are_at_the_root_and_computed_once(backend):
     answer = await complete(backend, "/v1/chat/completions", messages=CHAT, n=3, prompt_logprobs=1)
     check_answer("/v1/chat/completions", answer.json())
     rendered = backend.render_chat(CHAT)
@@ -242,8 +225,7 @@ async def test_prompt_logprobs_of_a_chat_are_at_the_root_and_computed_once():
 
 
 @pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, [4, 5]]])
-async def test_the_first_sample_of_a_prompt_scores_it_for_all_its_samples(prompts):
-    backend = ScriptedBackend()
+async def test_the_first_sample_of_a_prompt_scores_it_for_all_its_samples(backend, prompts):
     body = {"prompt": prompts, "n": 3, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "max_tokens": 1}
     answer = await complete(backend, **body)
     check_answer("/v1/completions", answer.json())

@@ -192,20 +192,16 @@ ANSWERS = {
 CHOICES = ["auto", "required", {"type": "function", "function": {"name": "now"}}]
 
 
-def cut_backend(model, answer, rng):
-    """Return a backend whose answer ends anywhere, at the limit of tokens or before."""
-    data = answer.encode()[: rng.randrange(1, len(answer.encode()) + 1)]
-    size = rng.choice((1, 3, 8))
-    pieces = [data[at : at + size] for at in range(0, len(data), size)]
-    return Backend(model, pieces=pieces), len(pieces) + rng.choice((0, 9))
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_chat_takes_back_every_answer_of_its_own_and_streams_the_same(name):
     rng = random.Random(name)
+    marker = OPEN.get(CallFormat.of(TEMPLATES[name].chat_format).family, OPEN[CallFamily.HERMES])
     messages = [{"role": "user", "content": "Hi"}]
     for turn in range(12):
-        backend, max_tokens = cut_backend(TEMPLATES[name], rng.choice(list(ANSWERS.values())), rng)
+        data = rng.choice(list(ANSWERS.values())).encode()  # ends anywhere, at the limit of tokens or before
+        data, size = data[: rng.randrange(1, len(data) + 1)], rng.choice((1, 3, 8))
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
+        backend, max_tokens = Backend(TEMPLATES[name], pieces=pieces), len(pieces) + rng.choice((0, 9))
         body = {
             "messages": messages,
             "tools": BODY_TOOLS,
@@ -220,7 +216,8 @@ async def test_chat_takes_back_every_answer_of_its_own_and_streams_the_same(name
         *events, _ = await events_with_ids(backend, CHATS, **body)
         pieces = [json.loads(data)["choices"][0] for _, data in events]
         assert joined(pieces) == (content, calls, [reason])
-        assert is_clean(name, content)
+        # Text has no beginning of a call; a call in another model's form is text.
+        assert not any(content.rstrip().endswith(marker[:length]) for length in range(2, len(marker) + 1))
         if reason == "tool_calls":
             assert all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in calls)
         messages.append(message)
@@ -229,10 +226,3 @@ async def test_chat_takes_back_every_answer_of_its_own_and_streams_the_same(name
             messages += [{"role": "tool", "tool_call_id": own, "content": "ok"} for own in ids]
         if rng.random() < 0.7:
             messages.append({"role": rng.choice(("user", "system", "developer")), "content": f"turn {turn}"})
-
-
-def is_clean(name, content):
-    """Return whether text of a message has no beginning of a call; a call in another model's form is text."""
-    form = CallFormat.of(TEMPLATES[name].chat_format)
-    marker = OPEN.get(form.family, OPEN[CallFamily.HERMES])
-    return not any(content.rstrip().endswith(marker[:length]) for length in range(2, len(marker) + 1))

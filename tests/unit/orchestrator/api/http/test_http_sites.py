@@ -3,7 +3,6 @@
 import asyncio
 
 import grpc
-import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -18,6 +17,7 @@ from orchestrator.api.http.auth import PUBLIC_PATHS
 from orchestrator.api.http.server.app import create_app
 from orchestrator.launcher.trust import arrange_trust
 from tests.support.grpc_helpers import Context
+from tests.support.http_helpers import http_client
 from tests.support.surface_helpers import ScriptedBackend
 
 JSON = {"content-type": "application/json"}
@@ -26,8 +26,7 @@ BODY = b'{"prompt": "x"}'
 
 async def send(method="POST", path="/v1/completions", *, headers, content=BODY, **options):
     backend = ScriptedBackend()
-    transport = httpx.ASGITransport(create_app(backend, **options))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
+    async with http_client(backend, **options) as http:
         return await http.request(method, path, headers=headers, content=content), backend
 
 
@@ -158,10 +157,8 @@ async def test_browser_applications_of_named_origins_may_call(with_keys, tmp_pat
     path, origins = tmp_path / "keys.json", "http://localhost:3000, app://obsidian.md"
     key = create_key(path, "acme")[1]
     door = Authenticator(path) if with_keys else None
-    app = create_app(ScriptedBackend(), authenticator=door, cors_origins=origins)
-    transport = httpx.ASGITransport(app)
     own = {"authorization": f"Bearer {key}"} if with_keys else {}
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
+    async with http_client(ScriptedBackend(), authenticator=door, cors_origins=origins) as http:
 
         async def ask(origin, method="POST", route="/v1/completions", body="{}", **headers):
             headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -214,10 +211,6 @@ def door(tmp_path):
     return Authenticator(path), keys
 
 
-def client(app):
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
-
-
 def bearer(key, **headers):
     return {"authorization": f"Bearer {key}", **headers}
 
@@ -226,7 +219,7 @@ async def test_http_every_route_but_the_public_ones_needs_a_key(door):
     app, secret = create_app(ScriptedBackend(), authenticator=door[0]), make_secret()
     routes = [(method, route.path) for route in app.routes for method in sorted(route.methods)]
     assert len(routes) >= 6
-    async with client(app) as http:
+    async with http_client(ScriptedBackend(), authenticator=door[0]) as http:
         for method, path in [*routes, ("GET", "/no/such/path"), ("POST", "/v1/none")]:
             answer = await http.request(method, path)
             if path in PUBLIC_PATHS:
@@ -247,7 +240,7 @@ async def test_http_caller_reaches_the_backend(door, stream, path):
     authenticator, (_, beta) = door
     backend = ScriptedBackend()
     body = PROMPT if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
-    async with client(create_app(backend, authenticator=authenticator)) as http:
+    async with http_client(backend, authenticator=authenticator) as http:
         headers = bearer(beta, **{PRIORITY_HEADER: "4"})
         answer = await http.post(path, json={**body, "stream": stream}, headers=headers)
     assert answer.status_code == 200, answer.text
@@ -265,8 +258,7 @@ async def test_http_bodies_are_bounded_in_total():
         await release.wait()
         yield b'"}'
 
-    app = create_app(ScriptedBackend(), max_bodies_bytes=1500)
-    async with client(app) as http:
+    async with http_client(ScriptedBackend(), max_bodies_bytes=1500) as http:
         first = asyncio.create_task(http.post("/v1/completions", content=slow_body(), headers=JSON))
         await asyncio.wait_for(is_held.wait(), 30)
         second = await http.post("/v1/completions", json={"prompt": "y" * 1000})
@@ -285,15 +277,14 @@ async def test_http_body_that_does_not_end_is_given_up(monkeypatch):
         yield b"{"
         await asyncio.sleep(30)
 
-    async with client(create_app(ScriptedBackend())) as http:
+    async with http_client(ScriptedBackend()) as http:
         answer = await asyncio.wait_for(
             http.post("/v1/completions", content=endless_body(), headers=JSON), 10
         )
     assert answer.status_code == 408
 
 
-async def test_grpc_call_needs_a_key_on_every_method(door):
-    backend = ScriptedBackend()
+async def test_grpc_call_needs_a_key_on_every_method(backend, door):
     servicer = GenerationServicer(backend, authenticator=door[0])
     context = Context(**bearer(door[1][0]))
     assert [r async for r in servicer.generate(pb.GenerateRequest(text="x"), context)]
@@ -311,11 +302,11 @@ async def test_grpc_call_needs_a_key_on_every_method(door):
 
 async def test_root_names_the_model_only_to_those_who_may_ask_for_it(door):
     authenticator, (_, beta) = door
-    async with client(create_app(ScriptedBackend(), authenticator=authenticator)) as http:
+    async with http_client(ScriptedBackend(), authenticator=authenticator) as http:
         assert "model" not in (await http.get("/")).json()
         assert "model" not in (await http.get("/", headers=bearer(make_secret()))).json()
         assert (await http.get("/", headers=bearer(beta))).json()["model"] == "scripted"
-    async with client(create_app(ScriptedBackend())) as http:
+    async with http_client(ScriptedBackend()) as http:
         assert (await http.get("/")).json()["model"] == "scripted"
         for path in ("/", "/health", "/v1/models", "/v1/models/scripted", "/metrics", "/openapi.json"):
             answers = [await http.request(method, path) for method in ("GET", "HEAD")]

@@ -184,8 +184,7 @@ async def test_other_errors_keep_their_field():
     ],
     ids=str,
 )
-async def test_form_goes_with_other_fields(more):
-    backend = ScriptedBackend()
+async def test_form_goes_with_other_fields(backend, more):
     answer = await complete(backend, prompt=[1, 2], response_format={"type": "json_object"}, **more)
     assert answer.status_code == 200, answer.text
     assert backend.requests[0].sampling.grammar == OBJECT

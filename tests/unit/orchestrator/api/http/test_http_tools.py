@@ -19,7 +19,12 @@ NOW_TOOL = BODY_TOOLS[1]
 
 
 class Backend(ScriptedBackend):
+    """With the tokens of its pieces."""
+
     max_context = 10_000
+
+    def token_bytes(self, token_id):
+        return self._pieces[token_id - 1]
 
 
 def backend(text=TEXT, size=5, **options):
@@ -210,12 +215,7 @@ async def test_response_format_is_an_alternative_to_calls():
 
 
 TOOL = {"name": "f"}
-
-
-def with_call(**fields):
-    function = {"name": "f", "arguments": "{}"}
-    own = {"id": "1", "function": {**function, **fields.pop("function", {})}, **fields}
-    return [*CHAT, {"role": "assistant", "tool_calls": [own]}]
+NO_ID = {"role": "assistant", "tool_calls": [{"id": None, "function": {"name": "f", "arguments": "{}"}}]}
 
 
 def tool_of(**fields):
@@ -245,7 +245,7 @@ REFUSED = {
     "choice without name": ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
     "choice of an unknown function": ({"tool_choice": {"type": "function", "function": TOOL}}, "tool_choice"),
     "required without tools": ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-    "call without id": ({"messages": with_call(id=None)}, "messages.1.tool_calls.0.id"),
+    "call without id": ({"messages": [*CHAT, NO_ID]}, "messages.1.tool_calls.0.id"),
     "null of a user": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
     "null result": ({"messages": [{"role": "tool", "content": None}]}, "messages.0.content"),
     "structured outputs": ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),

@@ -8,7 +8,6 @@ import tracemalloc
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 from transformers import AutoTokenizer
 
@@ -19,11 +18,11 @@ from orchestrator.api.grpc_handlers import add_generation_service
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.bodies import MAX_BODY_BYTES
 from orchestrator.api.http.json_text import MAX_ENTRIES, MAX_VALUES
-from orchestrator.api.http.server.app import create_app
 from orchestrator.sessions.lifecycle import OpenSession, check_request, make_session, open_session
 from orchestrator.sessions.progress import ChunkBuilder
 from orchestrator.text.cpu_threads import NUM_THREADS
 from orchestrator.text.tokenizer import Tokenizer
+from tests.support.http_helpers import http_client
 from tests.support.loop_helpers import MAX_TURN_S, watching
 from tests.support.surface_helpers import ScriptedBackend
 
@@ -153,9 +152,8 @@ async def test_http_bodies_use_bounded_loop_time_and_memory(backend, body, messa
     content = body()
     assert len(content) <= MAX_BODY_BYTES
     path = CHAT if content.startswith(b'{"messages"') else "/v1/completions"
-    transport = httpx.ASGITransport(create_app(backend))
     longest_s = []
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with http_client(backend) as http:
         for _ in range(3):
             idle_mib = idle_resident_mib()
             async with watching() as watch:
@@ -224,7 +222,7 @@ async def test_long_prompt_of_many_choices_is_tokenised_off_the_loop(backend, te
         )
     assert watch.longest_s < MAX_TURN_S
     assert len({id(session.prompt) for session in sessions}) == 1  # tokenised once
-    assert list(sessions[0].prompt) == tokenizer.encode(text)
+    assert sessions[0].prompt == tokenizer.encode(text)
 
 
 @pytest.mark.slow
@@ -260,7 +258,7 @@ async def test_tokenising_for_disconnected_callers_is_dropped():
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    assert await tokenizer.encode_long("a b") == tuple(tokenizer.encode("a b"))
+    assert await tokenizer.encode_long("a b") == tokenizer.encode("a b")
     assert tokenizer.num_texts <= 2 + NUM_THREADS  # those that had begun, and the two of the last line
 
 

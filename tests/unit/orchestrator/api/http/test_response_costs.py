@@ -11,7 +11,7 @@ from gammaray.types import EmittedToken, FinishReason, TokenOrigin, TopLogprob, 
 from orchestrator.api.http import requests, responses
 from orchestrator.api.http.requests import LOGPROB_BYTES, MAX_RESPONSE_BYTES, TOKEN_BYTES
 from orchestrator.api.http.server.app import create_app
-from tests.support.http_helpers import scope_of
+from tests.support.http_helpers import http_client, scope_of
 from tests.support.loop_helpers import MAX_TURN_S, watching
 from tests.support.surface_helpers import SUMMARY, ScriptedBackend
 
@@ -68,12 +68,6 @@ class LongBackend(ScriptedBackend):
             self.num_open -= 1
 
 
-def client(backend) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        transport=httpx.ASGITransport(create_app(backend)), base_url="http://localhost", timeout=60
-    )
-
-
 def tokens_of(answer: httpx.Response) -> int:
     """Return how many tokens of an answer, or of its last event, have all their alternatives."""
     text = answer.text
@@ -113,7 +107,7 @@ async def test_logprobs_are_rendered_once_in_short_turns(path, stream, monkeypat
     monkeypatch.setattr(responses.ChatLogprobs, "render", counting(entry))
     monkeypatch.setattr(responses.CompletionLogprobs, "render", counting(top))
     longest_s = []
-    async with client(LongBackend()) as http:
+    async with http_client(LongBackend()) as http:
         for _ in range(3):
             rendered.clear()
             async with watching() as watch:
@@ -136,7 +130,7 @@ async def test_whole_response_above_the_bound_is_refused_with_its_numbers(path):
     most = MAX_RESPONSE_BYTES // each
     field = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     body = {**BODIES[path], field: most + 1}
-    async with client(backend) as http:
+    async with http_client(backend) as http:
         answer = await http.post(path, json=body)
         if field == "max_tokens":
             several = await http.post(path, json={**body, field: most // 32 + 1, "n": 32})
@@ -156,7 +150,7 @@ async def test_tokens_longer_than_reckoned_end_a_whole_response(path, monkeypatc
     monkeypatch.setattr(requests, "LOGPROB_BYTES", 1)
     backend = LongBackend()
     field = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    async with client(backend) as http:
+    async with http_client(backend) as http:
         answer = await http.post(path, json={**BODIES[path], field: 1024})
     assert answer.json()["error"]["param"] == field
     assert backend.num_open == 0

@@ -1,7 +1,5 @@
 """The kernel's bits: whatever rows come with a row, on any number of threads, for one caller or several."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref
 from typing import Any
@@ -22,6 +20,7 @@ from services.engine.native.library import kernel_threads, open_kernel, usable_v
 from services.engine.native.weights import Packer
 from services.own.head_loading import load_local_drafter
 from tests.support.engine_helpers import random_tokens, tiny_model
+from tests.support.own_process import run_code
 
 
 @pytest.fixture(autouse=True)
@@ -103,12 +102,11 @@ for pause in (0.0, 0.2):  # the second one is longer than a thread spins
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_as_many_threads_compute_and_are_woken_after_a_pause(tmp_path):
     """In a process without other busy threads."""
     directory = str(tiny_model("llama", tmp_path))
-    command = [sys.executable, "-c", _USES_THREADS, directory]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout.split() == ["4", "4"]
+    assert run_code(_USES_THREADS, directory).stdout.split() == ["4", "4"]
 
 
 def test_target_that_torch_computes_keeps_its_threads_beside_a_draft_model(tmp_path):

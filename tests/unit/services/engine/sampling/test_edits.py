@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from gammaray.sampling import MAX_LOGIT_BIAS
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits
@@ -150,7 +151,7 @@ def test_edits_of_a_session_end_with_its_parameters():
 
 VOCAB = 151_936
 LARGE = {
-    "logit_bias of the whole vocabulary": ({"logit_bias": dict.fromkeys(range(VOCAB), 1.0)}, 1),
+    "as many biases as are allowed": ({"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)}, 1),
     "banned and allowed of the whole vocabulary": (
         {"banned_token_ids": tuple(range(1, VOCAB)), "allowed_token_ids": tuple(range(VOCAB))},
         1,

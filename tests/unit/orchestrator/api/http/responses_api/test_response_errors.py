@@ -21,7 +21,6 @@ def nested(depth):
 
 WRONG = [
     ({"no_such_field": 1}, "no_such_field"),
-    ({"messages": []}, "messages"),
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"moderation": {}}, "moderation"),
@@ -44,10 +43,8 @@ WRONG = [
     ({"text": {"tone": "calm"}}, "text.tone"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"metadata": {"k": 1}}, "metadata"),
     ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
     ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
-    ({"temperature": -1}, "temperature"),
     ({"gammaray": {"gamma": 65}}, "gammaray.gamma"),
 ]
 BEYOND = [
@@ -117,8 +114,7 @@ async def test_neutral_fields_are_accepted(right):
         ("/input_items", {"after": "msg_none"}, "after"),
     ],
 )
-async def test_wrong_parameter_is_named(path, query, param):
-    backend = ScriptedBackend()
+async def test_wrong_parameter_is_named(backend, path, query, param):
     response_id = (await respond(backend, input="x")).json()["id"]
     answer = await get(backend, f"{response_id}{path}", **query)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

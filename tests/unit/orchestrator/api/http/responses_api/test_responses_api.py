@@ -15,8 +15,7 @@ CALL = [b"Well <tool", b'_call>\n{"name": "f", "argu', b'ments": {"x":', b" 3}}\
 FORMAT = {"type": "json_schema", "name": "size", "schema": {"type": "object", "properties": {"n": {}}}}
 
 
-async def test_response_has_every_field():
-    backend = ScriptedBackend()
+async def test_response_has_every_field(backend):
     answer = await respond(
         backend, input="x", instructions="be", model="scripted", metadata={"k": "v"}, temperature=0.5
     )
@@ -58,8 +57,7 @@ async def test_response_has_every_field():
     }
 
 
-async def test_options_reach_the_orchestrator():
-    backend = ScriptedBackend()
+async def test_options_reach_the_orchestrator(backend):
     options = {"gamma": 3, "drafter": "none", "cache_salt": "apart"}
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 11, "logit_bias": {"7": 1.5}}
     answer = await respond(backend, input="x", max_output_tokens=2, gammaray=options, user="u", **sampling)
@@ -72,8 +70,7 @@ async def test_options_reach_the_orchestrator():
     assert request.sampling.logit_bias == {7: 1.5}
 
 
-async def test_items_become_the_messages_of_a_conversation():
-    backend = ScriptedBackend()
+async def test_items_become_the_messages_of_a_conversation(backend):
     answer = {"type": "output_text", "text": "b", "annotations": [], "logprobs": []}
     items = [
         {"role": "developer", "content": "be"},
@@ -147,8 +144,7 @@ async def test_tools_of_other_kinds_are_left_out():
     ],
     ids=str,
 )
-async def test_text_format_becomes_the_grammar(asked, part):
-    backend = ScriptedBackend()
+async def test_text_format_becomes_the_grammar(backend, asked, part):
     body = check_response(await respond(backend, input="x", text={"format": asked}))
     grammar = backend.requests[0].sampling.grammar
     assert part in grammar
@@ -168,8 +164,7 @@ async def test_length_makes_the_response_incomplete():
     assert [item["status"] for item in check_response(cut)["output"]] == ["completed", "incomplete"]
 
 
-async def test_stream_has_the_events_in_order():
-    backend = ScriptedBackend()
+async def test_stream_has_the_events_in_order(backend):
     found = await events(backend, input="x")
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     assert [event["type"].removeprefix("response.") for event in found] == [
@@ -252,8 +247,7 @@ async def test_logprobs_are_in_deltas_and_in_the_text():
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
 
 
-async def test_output_that_does_not_fit_the_store_fails_and_is_not_stored():
-    backend = ScriptedBackend()
+async def test_output_that_does_not_fit_the_store_fails_and_is_not_stored(backend):
     backend.responses.is_full = True
     found = await events(backend, input="x")
     last = found[-1]["response"]
@@ -296,8 +290,7 @@ async def test_failure_of_a_whole_response_is_an_error():
         assert backend.responses.kept == {}
 
 
-async def test_next_response_continues_the_items_without_instructions():
-    backend = ScriptedBackend()
+async def test_next_response_continues_the_items_without_instructions(backend):
     first = (await respond(backend, input="a", instructions="be")).json()
     second = (await respond(backend, input="b", previous_response_id=first["id"])).json()
     third = check_response(await respond(backend, previous_response_id=second["id"], input=[]))
@@ -313,8 +306,7 @@ async def test_next_response_continues_the_items_without_instructions():
     assert listed["data"][1] == first["output"][0]
 
 
-async def test_response_that_is_not_stored_leaves_nothing():
-    backend = ScriptedBackend()
+async def test_response_that_is_not_stored_leaves_nothing(backend):
     body = check_response(await respond(backend, input="x", store=False))
     assert body["store"] is False
     assert backend.responses.kept == {}

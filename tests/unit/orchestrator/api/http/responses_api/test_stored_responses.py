@@ -10,8 +10,9 @@ from gammaray.security.keys import create_key
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import Authenticator
 from orchestrator.storage.response_store import StoredResponse
+from tests.support.http_helpers import http_client
 from tests.support.openapi_helpers import document, validator
-from tests.support.response_helpers import PATH, client, get, http_client, respond
+from tests.support.response_helpers import PATH, client, get, respond
 from tests.support.surface_helpers import ScriptedBackend
 
 
@@ -20,8 +21,7 @@ def described(path: str, method: str):
     return validator(operation["responses"]["200"]["content"]["application/json"]["schema"])
 
 
-async def test_input_is_listed_in_pages():
-    backend = ScriptedBackend()
+async def test_input_is_listed_in_pages(backend):
     items = [{"role": "user", "content": str(number)} for number in range(5)]
     response_id = (await respond(backend, input=items)).json()["id"]
 
@@ -39,8 +39,7 @@ async def test_input_is_listed_in_pages():
     assert await page(order="asc", after=last_id) == ("", False, None)
 
 
-async def test_deleted_response_is_gone_with_its_session():
-    backend = ScriptedBackend()
+async def test_deleted_response_is_gone_with_its_session(backend):
     response_id = (await respond(backend, input="x")).json()["id"]
     answer = await get(backend, response_id, "DELETE")
     described("", "delete").validate(answer.json())
@@ -59,8 +58,7 @@ async def test_unknown_name_is_not_found(name):
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "previous_response_not_found")
 
 
-async def test_response_in_progress_is_told_as_such_while_its_session_has_an_owner():
-    backend = ScriptedBackend()
+async def test_response_in_progress_is_told_as_such_while_its_session_has_an_owner(backend):
     body = (await respond(backend, input="x")).json()
     response_id = body["id"]
     running = json.dumps({**body, "status": "in_progress", "output": []}).encode()
@@ -79,7 +77,7 @@ async def test_tenants_do_not_find_the_responses_of_others(tmp_path):
     path = tmp_path / "keys.json"
     keys = {tenant: create_key(path, tenant)[1] for tenant in ("alice", "bob")}
     backend = ScriptedBackend()
-    async with http_client(backend, Authenticator(path)) as http:
+    async with http_client(backend, authenticator=Authenticator(path)) as http:
 
         def headers(tenant):
             return {"Authorization": f"Bearer {keys[tenant]}"}

@@ -16,6 +16,28 @@ CALLS = '[{"name": "get_weather", "arguments": {"city": "Zürich 😀"}}, {"name
 FOUND = [("get_weather", '{"city": "Zürich 😀"}'), ("now", "{}")]
 
 
+class Pieces:
+    """A tokenizer with a token for each piece of text that was asked for."""
+
+    has_exact_bytes = True
+
+    def __init__(self):
+        self._pieces = [b""]
+
+    def token(self, piece):
+        self._pieces.append(piece)
+        return EmittedToken(len(self._pieces) - 1, TokenOrigin.BONUS, piece)
+
+    def token_bytes(self, token_id):
+        return self._pieces[token_id]
+
+    def is_special(self, token_id):
+        return token_id == SPECIAL
+
+
+TOKENIZER = Pieces()
+
+
 def plan_of(chat):
     return CallPlan(tuple(TOOLS), ToolChoice("auto"), True, CallFormat.of(chat))
 
@@ -29,7 +51,7 @@ def tokens_of(*parts, size=3):
             continue
         data = part.encode()
         pieces = [data[at : at + size] for at in range(0, len(data), size)]
-        found += [EmittedToken(1, TokenOrigin.BONUS, piece) for piece in pieces]
+        found += map(TOKENIZER.token, pieces)
     return found
 
 
@@ -52,7 +74,7 @@ def chunks_of(tokens, sizes, delay=0):
 
 
 def reader_of(plan, stop=()):
-    return CallReader(plan, lambda token_id: token_id == SPECIAL, stop)
+    return CallReader(plan, TOKENIZER, stop)
 
 
 def calls_of(events):
