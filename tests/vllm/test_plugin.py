@@ -172,7 +172,9 @@ def test_plain_completions_obey_their_parameters(plain):
     assert len(plain[1]) >= MAX_TOKENS
 
 
-@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.parametrize(
+    "count", [4, pytest.param(1, marks=pytest.mark.nightly), pytest.param(8, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_completions_with_speculation_equal_the_plain_ones(method, count, target, drafters, plain, plugged):
     options = {"hf_overrides": complete_config} if method == "eagle3" else {}
