@@ -27,7 +27,7 @@ from tests.support.cluster.cluster_helpers import (
     undisturbed,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "gammaray"
@@ -94,7 +94,6 @@ def test_helm_test_passes(addresses):
     assert "/v1/completions: '" in ended.stdout
 
 
-@pytest.mark.nightly
 async def test_orchestrators_follow_their_requests(addresses):
     """Two for a while, one again; every stream has the tokens of plain decoding."""
 
