@@ -15,19 +15,26 @@ from tests.support.workers.service_helpers import worker_process
 from tests.vllm.conftest import start_vllm
 
 NUM_TOKENS = 40
-START_TIMEOUT_S = 180
+START_TIMEOUT_S, END_TIMEOUT_S = 180, 20
 EOS = (0, 3)
+
+
+def vllm_processes():
+    """Below this one, those of other engines included."""
+    return {child for child in psutil.Process().children(recursive=True) if "vllm" in child.name().lower()}
 
 
 @pytest.fixture(scope="module")
 def ranks(llama):
     """The scheduler over two ranks."""
+    others = vllm_processes()
     scheduler = start_vllm(llama, tensor_parallel=2)
     yield scheduler
+    own = vllm_processes() - others
+    assert len(own) == 2
     scheduler.close()
-    assert not [
-        child for child in psutil.Process().children(recursive=True) if "vllm" in child.name().lower()
-    ]
+    _, alive = psutil.wait_procs(own, END_TIMEOUT_S)
+    assert alive == []
 
 
 def sessions(**params):
