@@ -1,7 +1,7 @@
 """Noise that is a pure function of a request's seed, a position in its text, and a token id.
 
-The token at a position is the argmax of log-probabilities plus Gumbel noise. So it is a draw from them, and
-the same draw whatever was proposed, and whoever else is in the batch.
+The token at a position is the argmax of log-probabilities plus Gumbel noise, which is a draw from them. It
+depends neither on the proposal nor on the other requests of the batch.
 """
 
 from __future__ import annotations
