@@ -30,6 +30,7 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
     r"openssl |mkdir |for role in ": "tests/integration/test_trust_tls.py runs them and uses what they make",
     r"docker (build|push|run) ": "needs Docker, a registry, or the network",
     r"((OTEL|GAMMARAY)_\w+=\S+ )*gammaray up\b": "tests/e2e start clusters by it; each takes a minute",
+    r"pip install gammaray-vllm|GAMMARAY_VLLM_COUPLED=1 vllm serve ": "needs vLLM: tests/vllm/test_plugin.py",
     r"gammaray qualify ": "takes minutes, see tests/e2e/test_qualify.py",
     r"gammaray audit ": "takes minutes, see tests/integration/test_audit_faults.py",
     r"gammaray (check|generate .*--receipt) ": "needs keys, see tests/integration/test_receipts_served.py",
