@@ -78,7 +78,7 @@ test-all: install  ## every test
 VLLM_CONSTRAINTS = $(VLLM_ENV)/constraints.txt
 vllm: $(VLLM_ENV)/.installed  ## install vLLM's CPU build and gammaray into .venv-vllm, 2.4 GB
 
-VLLM_SOURCES = services/demo_pair services/vllm_plugin
+VLLM_SOURCES = services/demo_pair services/vllm/plugin
 $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt $(VLLM_SOURCES:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(VLLM_ENV)
 	awk -F== 'FNR == NR { print; pinned[tolower($$1)]; next } !(tolower($$1) in pinned)' \
@@ -144,7 +144,7 @@ soak: install  ## half an hour of mixed load, and what processes and Redis hold 
 dist: install  ## wheels and source archives of gammaray, of the demo pair's weights and of vLLM's plug-in, in dist/
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m build --no-isolation --outdir dist services/demo_pair
-	$(BIN)/python -m build --no-isolation --outdir dist services/vllm_plugin
+	$(BIN)/python -m build --no-isolation --outdir dist services/vllm/plugin
 
 clean:  ## remove .venv, .venv-vllm and what builds leave
 	rm -rf .venv .venv-vllm .venv-vllm-next build dist *.egg-info

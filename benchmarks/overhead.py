@@ -195,12 +195,13 @@ async def measure(load: Load, url: str, client: AsyncClient | None, streams: int
         "streams": streams,
         "tokens_per_s": tokens / seconds,
         "cpu_ms_per_token": {kind: 1e3 * used / tokens for kind, used in spent.items()},
-        "first_event_ms": _percentiles(seen.first_s),
-        "gap_ms": _percentiles(seen.gaps_s),
+        "first_event_ms": percentiles(seen.first_s),
+        "gap_ms": percentiles(seen.gaps_s),
     }
 
 
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Return the median and two high percentiles in milliseconds."""
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
     return {f"p{percent}": 1e3 * cuts[percent - 1] for percent in (50, 90, 99)}
 

@@ -343,7 +343,7 @@ def page() -> str:
         "",
         "Models ran on a GPU once, an H200, in one process and not as a cluster, by a removed engine "
         "and by the layers of `transformers`: equal tokens are in "
-        "[lab.md](lab.md#our-own-gpu-engine-on-an-h200-what-one-run-showed). Not measured: vLLM on GPUs, a "
+        "[lab.md](lab.md#the-layers-of-transformers-on-an-h200). Not measured: vLLM on GPUs, a "
         "cluster with GPUs, a real Kubernetes cluster.",
         "",
     ]

@@ -3,6 +3,7 @@
 Random float32 models, so that no two tokens are nearly equal in one batch and change places in another.
 """
 
+import functools
 import json
 import random
 import shutil
@@ -89,11 +90,28 @@ def plugged():
             patch.setenv(name, "0")
         for level in ("warning", "error"):
             patch.setattr(hooks.logger, level, lambda text, *values: records.append(text % values))
-        # vLLM fails on an object of llvmlite in the engine after one with the n-gram drafter, in one process.
-        rebind = getattr(dispatcher, REBIND)
-        patch.setattr(dispatcher, REBIND, lambda all: "llvmlite" in sys.modules or rebind(all))
+        if not hasattr(getattr(dispatcher, REBIND), "__wrapped__"):
+            setattr(dispatcher, REBIND, without_llvmlite(getattr(dispatcher, REBIND)))
         gammaray_vllm.register()
         yield records
+
+
+def without_llvmlite(rebind):
+    """Return a function of vLLM that fails on an object of llvmlite, without that package.
+
+    The n-gram drafter imports it: no later engine of the process would start, those of other tests neither.
+    """
+
+    @functools.wraps(rebind)
+    def rebind_others(overrides):
+        names = [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]
+        hidden = {name: sys.modules.pop(name) for name in names}
+        try:
+            rebind(overrides)
+        finally:
+            sys.modules.update(hidden)
+
+    return rebind_others
 
 
 @contextmanager
@@ -115,6 +133,10 @@ def served(target, speculation=None, **options):
     finally:
         llm.llm_engine.renderer.shutdown()
         llm.llm_engine.engine_core.shutdown()
+        grammars = llm.llm_engine.engine_core.engine_core.structured_output_manager
+        for name in ("executor", "executor_for_fillmask"):
+            if pool := getattr(grammars, name, None):
+                pool.shutdown()
 
 
 def speculation(method, count, drafters):

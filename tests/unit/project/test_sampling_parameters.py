@@ -15,7 +15,7 @@ PLAIN = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 def test_parameters_are_written_where_the_architecture_page_says():
     # Left out: generated code, audits of other servers, and a plug-in, in which parameters are vLLM's own.
-    others = (ROOT / "gammaray" / "v1", ROOT / "gammaray" / "audit", ROOT / "services" / "vllm_plugin")
+    others = (ROOT / "gammaray" / "v1", ROOT / "gammaray" / "audit", ROOT / "services" / "vllm" / "plugin")
     paths = [
         path for room in ("gammaray", "orchestrator", "services") for path in (ROOT / room).rglob("*.py")
     ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from services.vllm_plugin.noise import gumbel, noisy_argmax, row_keys, signed_seed
+from services.vllm.plugin.noise import gumbel, noisy_argmax, row_keys, signed_seed
 
 SPLITMIX_OF_ZERO = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
 """The first outputs of SplitMix64 with the seed 0, as its authors publish them."""
@@ -21,7 +21,7 @@ def test_noise_of_a_row_is_splitmix64_of_its_key():
 
 
 def test_a_row_does_not_depend_on_the_others_or_on_how_many_are_computed_at_once(monkeypatch):
-    monkeypatch.setattr("services.vllm_plugin.noise.MAX_CELLS", 2000)
+    monkeypatch.setattr("services.vllm.plugin.noise.MAX_CELLS", 2000)
     scores = torch.zeros(5, 999)
     some = keys([3, 9, 3, -1, 1 << 62], [0, 5, 1, 5, 7])
     together = noisy_argmax(scores, some)
