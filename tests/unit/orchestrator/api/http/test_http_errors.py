@@ -81,7 +81,8 @@ async def test_bad_request_names_the_field(subtests):
 
 
 async def test_unknown_field_that_is_null_is_ignored():
-    answer = await complete(ScriptedBackend(), prompt="x", temprature=None)
+    outputs = {"regex": "a+", "structural_tag": None, "whitespace_pattern": None}
+    answer = await complete(ScriptedBackend(), prompt="x", temprature=None, structured_outputs=outputs)
     assert answer.status_code == 200, answer.text
 
 

@@ -66,12 +66,6 @@ async def test_form_becomes_the_grammar_of_every_choice(path, subtests):
             assert [request.sampling.grammar for request in backend.requests] == [grammar] * 2
 
 
-async def test_null_is_absent_in_fields_that_are_not_supported():
-    nulls = {"structural_tag": None, "whitespace_pattern": None}
-    answer = await complete(ScriptedBackend(), prompt="x", structured_outputs={"regex": "a+", **nulls})
-    assert answer.status_code == 200, answer.text
-
-
 # Fields, the field that the error names, and whether the document forbids them as well.
 WRONG = {
     "format without type": ({FORMAT: {}}, f"{FORMAT}.type", True),
