@@ -323,7 +323,7 @@ def test_retry_policy_delays_grow_up_to_the_bound():
         assert len(set(delays)) > 1
 
 
-def test_sync_calls_answer():
+async def test_sync_calls_answer_also_inside_a_running_loop():
     chunks = [piece("a"), last("b")]
     service = ScriptedService(answer(*chunks))
     with serve_in_thread(service) as address, Client(address, api_key="secret") as client:
@@ -333,14 +333,6 @@ def test_sync_calls_answer():
         assert client.wait_ready(5) == PROCESSES
     assert service.requests[0].gamma.fixed == 0
     assert service.metadata[0]["authorization"] == "Bearer secret"
-
-
-async def test_sync_client_inside_a_running_loop_answers():
-    with serve_in_thread(ScriptedService(answer(piece("a"), last("b")))) as address:
-        with Client(address) as client:
-            assert asyncio.get_running_loop().is_running()
-            assert client.complete("Hi").text == "ab"
-            assert [chunk.text for chunk in client.generate("Hi")] == ["a", "b"]
 
 
 def test_sync_generate_break_cancels_on_the_server():
