@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import closing
+from unittest.mock import Mock
 
 from gammaray.learning.folder import LearningFolder
 from services.engine.core.errors import EngineLostError
@@ -40,9 +41,7 @@ def test_a_candidate_drafts_for_a_third_of_the_turns_and_a_promoted_version_for_
 
 
 def test_a_version_that_loses_the_engine_is_rolled_back_before_the_worker_starts_again(tmp_path):
-    def swap(directory):
-        raise EngineLostError("out of memory")
-
+    swap = Mock(side_effect=EngineLostError("out of memory"))
     store = LearningFolder(tmp_path).store("open")
     with closing(head_of(tmp_path, swap)) as head:
         publish(store)

@@ -8,6 +8,7 @@ import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -227,14 +228,9 @@ def test_versions_of_the_tenants_that_were_served_last_are_loaded(folder, monkey
         folder.consent(name, "own")
         publish(folder.store(f"tenant-{name}"), tenants=[name])
         folder.store(f"tenant-{name}").promote(1)
-    loaded = []
-
-    def load(directory):
-        loaded.append(directory)
-        return directory
-
+    load = Mock(side_effect=str)
     with closing(LoadedDrafters("base", load, folder)) as versions:
-        wait_until(lambda: len(loaded) == MAX_DRAFTERS)
+        wait_until(lambda: load.call_count == MAX_DRAFTERS)
         wait_until(lambda: versions.begin(f"{names[-1]}:1", 10).number == 1)
         drafted = [versions.choose(f"tenant-{name}", ("x", 0))[0] for name in names]
         assert sum(drafted) <= MAX_DRAFTERS

@@ -1,5 +1,7 @@
 """Bad requests to the OpenAI-compatible API: each gets OpenAI's error object, which names the field."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from gammaray.errors import (
@@ -121,10 +123,7 @@ async def test_unknown_path_or_method_is_an_error_object(method, path, status, a
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_failure_has_its_status(error, status, kind, retry_after, stream):
-    def before(request, number):
-        raise error
-
-    answer = await complete(ScriptedBackend(before), prompt="x", stream=stream)
+    answer = await complete(ScriptedBackend(Mock(side_effect=error)), prompt="x", stream=stream)
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == kind
     assert answer.headers.get("retry-after") == retry_after

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -229,9 +230,7 @@ async def test_comments_never_split_an_event(monkeypatch):
 
 
 async def test_failure_after_admission_is_an_event_that_openai_raises():
-    def before(request, number):
-        raise UnavailableError("gone")
-
+    before = Mock(side_effect=UnavailableError("gone"))
     async with client(ScriptedBackend(before, opens=True)) as ai:
         chunks = await ai.chat.completions.create(model="scripted", messages=CHAT, stream=True)
         with pytest.raises(openai.APIError, match="gone"):

@@ -1,6 +1,7 @@
 """`response_format` and `structured_outputs`: the grammars that they become, and errors that name them."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -161,10 +162,8 @@ async def test_grammar_that_is_refused_names_the_field_that_asked_for_it(path, b
 
 
 async def test_other_errors_keep_their_field():
-    def before(request, number):
-        raise InvalidArgumentError("prompt", "too much", "less")
-
-    answer = await complete(ScriptedBackend(before), prompt="x", response_format={"type": "json_object"})
+    refusing = ScriptedBackend(Mock(side_effect=InvalidArgumentError("prompt", "too much", "less")))
+    answer = await complete(refusing, prompt="x", response_format={"type": "json_object"})
     assert answer.json()["error"]["param"] == "prompt"
 
 
