@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -127,11 +128,8 @@ async def test_generate_deadline_ends_the_call_on_both_sides(per_call):
 
 
 async def test_wait_ready_cluster_that_starts_returns_when_a_target_is_healthy():
-    def starting(attempt):
-        if attempt == 0:
-            raise errors.UnavailableError("no replica yet")
-        return [ProcessStatus("target", 1, "", "demo", attempt >= 2, 0)]
-
+    looks = [[ProcessStatus("target", 1, "", "demo", is_healthy, 0)] for is_healthy in (False, True)]
+    starting = Mock(side_effect=[errors.UnavailableError("no replica yet"), *looks])
     service = ScriptedService(status=starting)
     async with serve(service) as address, AsyncClient(address, retry=NO_RETRY) as client:
         processes = await client.wait_ready(60)
@@ -154,9 +152,7 @@ async def test_wait_ready_without_a_server_times_out():
 
 
 async def test_wait_ready_refused_key_raises_at_once():
-    def refuse_key(attempt):
-        raise errors.UnauthenticatedError("no valid API key")
-
+    refuse_key = Mock(side_effect=errors.UnauthenticatedError("no valid API key"))
     async with serve(ScriptedService(status=refuse_key)) as address, AsyncClient(address) as client:
         with pytest.raises(errors.UnauthenticatedError, match="no valid API key"):
             await client.wait_ready(10)
@@ -275,12 +271,7 @@ async def test_retry_failure_before_the_first_chunk_is_tried_again(error):
             raise error
         yield last("done")
 
-    def second_time_lucky(attempt):
-        if attempt == 0:
-            raise error
-        return []
-
-    service = ScriptedService(third_time_lucky, second_time_lucky)
+    service = ScriptedService(third_time_lucky, Mock(side_effect=[error, []]))
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
         completion = await client.complete("Hi", seed=4)
         assert await client.status() == []

@@ -1,6 +1,7 @@
 """The gRPC API over a scripted orchestrator: parsing of requests, what a call yields, and how it ends."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -58,11 +59,7 @@ async def test_generate_error_details_fit_the_header_limit():
     ],
 )
 async def test_generate_failing_midway_keeps_earlier_chunks(error, code):
-    def before(request, number):
-        if number == 1:
-            raise error
-
-    chunks, context = await generate(ScriptedBackend(before), text="x")
+    chunks, context = await generate(ScriptedBackend(Mock(side_effect=[None, error])), text="x")
     assert [chunk.text for chunk in chunks] == ["caf"]
     assert context.code is code
     assert "secret" not in context.details

@@ -4,6 +4,8 @@ import itertools
 from contextlib import closing
 from unittest.mock import Mock
 
+import pytest
+
 from gammaray.learning.folder import LearningFolder
 from services.engine.core.errors import EngineLostError
 from services.learning.swapped_head import SPAN_S, SwappedHead
@@ -47,13 +49,7 @@ def test_a_version_that_loses_the_engine_is_rolled_back_before_the_worker_starts
         publish(store)
         store.promote(1)
 
-        def is_lost():
-            try:
-                head.take_turns(0.0)
-            except EngineLostError:
-                return True
-            return False
-
-        wait_until(is_lost)
+        with pytest.raises(EngineLostError):
+            wait_until(lambda: head.take_turns(0.0))
         assert store.read().stable == 0
         assert "out of memory" in store.read().versions[0].reason

@@ -262,11 +262,7 @@ async def test_output_that_does_not_fit_the_store_fails_and_is_not_stored(backen
 
 
 async def test_failed_stream_keeps_its_output_so_far():
-    def fail(request, number):
-        if number == 2:
-            raise UnavailableError("no target worker")
-
-    backend = ScriptedBackend(fail)
+    backend = ScriptedBackend(Mock(side_effect=[None, None, UnavailableError("no target worker")]))
     found = await events(backend, input="x")
     last = found[-1]
     assert last["type"] == "response.failed"
