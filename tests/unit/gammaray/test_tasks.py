@@ -1,6 +1,7 @@
 """Tasks end even if they swallow their first cancellation."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from unittest.mock import AsyncMock
@@ -38,10 +39,8 @@ async def test_end_tasks_gives_up_on_those_that_never_end_and_names_them(caplog)
 
     async def deaf() -> None:
         while not released.is_set():
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(30)
-            except asyncio.CancelledError:
-                pass
 
     tasks = [asyncio.create_task(deaf(), name=name) for name in ("reader 7", "link 3")]
     good = asyncio.create_task(asyncio.sleep(30), name="willing")

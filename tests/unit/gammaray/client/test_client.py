@@ -16,7 +16,6 @@ from google.protobuf.any_pb2 import Any
 from google.rpc import status_pb2
 
 from gammaray import AsyncClient, Client, ProcessStatus, RetryPolicy, errors
-from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_to_status
 from orchestrator.launcher.preflight import free_ports
@@ -207,9 +206,6 @@ class RawFailure(GenerationServiceServicer):
 
     async def GetStatus(self, request, context):
         await context.abort(*self.failure)
-
-    async def Generate(self, request, context):
-        yield pb.GenerateResponse()
 
 
 async def failed_status(code, details="", trailing=()):
