@@ -57,7 +57,7 @@ def test_check_refuses_without_loading_a_model(text, others, refused):
         refused("\n", others)
 
 
-def test_check_reads_keys_from_a_url(text, keys, others, refused):
+def test_check_reads_keys_from_a_url(text, others, refused):
     with scripted(lambda path, body: (200, published(read_receipt_keys(others)))) as (url, _):
         (line,) = refused(text, url)
     assert read_receipt_keys(others)[0].kid in line
