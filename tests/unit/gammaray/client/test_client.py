@@ -16,7 +16,6 @@ from google.protobuf.any_pb2 import Any
 from google.rpc import status_pb2
 
 from gammaray import AsyncClient, Client, ProcessStatus, RetryPolicy, errors
-from gammaray.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_to_status
 from orchestrator.launcher.preflight import free_ports
 from tests.support.own_process import run_code
@@ -198,18 +197,13 @@ ERRORS = [
 IDS = [f"{type(error).__name__}-{number}" for number, error in enumerate(ERRORS)]
 
 
-class RawFailure(GenerationServiceServicer):
-    """Ends every call with a status and trailing metadata of the test's choice."""
-
-    def __init__(self, code, details="", trailing=()):
-        self.failure = (code, details, trailing)
-
-    async def GetStatus(self, request, context):
-        await context.abort(*self.failure)
-
-
 async def failed_status(code, details="", trailing=()):
-    async with serve(RawFailure(code, details, trailing)) as address:
+    """Return the error of a call that a server ends with a status and trailing metadata."""
+
+    async def end(request, context):
+        await context.abort(code, details, trailing)
+
+    async with serve(Mock(GetStatus=end)) as address:
         async with AsyncClient(address, retry=NO_RETRY) as client:
             with pytest.raises(errors.GammarayError) as caught:
                 await client.status()
