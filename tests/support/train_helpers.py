@@ -28,9 +28,9 @@ def make_task(folder: Path, prompts: tuple[str, ...] = PROMPTS * 6, **changes: A
     return TrainTask(**given | changes)
 
 
-def run_until(task: TrainTask, pattern: str, count: int = 1) -> tuple[list[str], bool]:
+def run_until(task: TrainTask, pattern: str) -> tuple[list[str], bool]:
     lines: list[str] = []
-    done = run(task, lines.append, lambda: sum(bool(re.search(pattern, line)) for line in lines) >= count)
+    done = run(task, lines.append, lambda: any(re.search(pattern, line) for line in lines))
     return lines, done
 
 

@@ -3,18 +3,15 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import gammaray
 from gammaray.config import MAX_ADAPTERS, ClusterSettings, DraftSettings, TargetSettings, parse_adapters
 from gammaray.deploy.serve_config import role_settings
 from gammaray.engines import SUPPORTED_VLLM, check_installed, vllm_build
 from gammaray.errors import InvalidArgumentError
 from gammaray.program.settings import parse_settings
-
-ROOT = Path(gammaray.__file__).parents[1]
+from tests.support.own_process import ROOT
 
 
 def pretend(folder, name, version):

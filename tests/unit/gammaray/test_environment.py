@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import gammaray
 from gammaray.config import ClusterSettings, OrchestratorSettings, TargetSettings, known_variables
 from gammaray.environment import check_environment, past_proxies
 from gammaray.errors import InvalidArgumentError
 from tests.support.cli_helpers import invoke
+from tests.support.own_process import ROOT
 
-ROOT = Path(gammaray.__file__).parents[1]
 FOLDERS = ("gammaray", "orchestrator", "services", "benchmarks", "docs", "helm", "tests")
 ENDINGS = {".py", ".md", ".yaml", ".tpl", ".txt", ".sh", ".gotmpl"}
 NAME = re.compile(r"\bGAMMARAY_[A-Z0-9_]*[A-Z0-9]\b")

@@ -1,8 +1,10 @@
 """Tasks end even if they swallow their first cancellation."""
 
 import asyncio
+import contextlib
 import logging
 import time
+from unittest.mock import AsyncMock
 
 from gammaray.aio import end_tasks
 
@@ -21,9 +23,7 @@ async def test_end_tasks_survives_a_swallowed_cancellation_and_drops_failures():
                 if swallowed > 1:
                     raise
 
-    async def fail() -> None:
-        raise RuntimeError("of no interest")
-
+    fail = AsyncMock(side_effect=RuntimeError("of no interest"))
     failed, done = asyncio.create_task(fail()), asyncio.create_task(asyncio.sleep(0))
     await asyncio.wait([failed, done])
     task = asyncio.create_task(stubborn())
@@ -39,16 +39,11 @@ async def test_end_tasks_gives_up_on_those_that_never_end_and_names_them(caplog)
 
     async def deaf() -> None:
         while not released.is_set():
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(30)
-            except asyncio.CancelledError:
-                pass
-
-    async def willing() -> None:
-        await asyncio.sleep(30)
 
     tasks = [asyncio.create_task(deaf(), name=name) for name in ("reader 7", "link 3")]
-    good = asyncio.create_task(willing(), name="willing")
+    good = asyncio.create_task(asyncio.sleep(30), name="willing")
     await asyncio.sleep(0)
     start = time.monotonic()
     with caplog.at_level(logging.ERROR, logger="gammaray.aio"):

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -181,12 +182,8 @@ async def audited(checks, monkeypatch, handler=completions, max_tokens=1000):
 
 
 async def test_any_error_of_a_check_is_its_finding_and_the_others_go_on(monkeypatch):
-    async def broken(subject):
-        raise RecursionError("too deep \x1b[2J")
-
-    async def fine(subject):
-        return passed("fine \u202e", text="\ud800", kinds=[{"\x9b": 1}])
-
+    broken = AsyncMock(side_effect=RecursionError("too deep \x1b[2J"))
+    fine = AsyncMock(return_value=passed("fine \u202e", text="\ud800", kinds=[{"\x9b": 1}]))
     found = await audited({"stop": broken, "usage": fine}, monkeypatch)
     assert found["stop"].status is Status.INCONCLUSIVE
     assert r"RecursionError: too deep \u001b[2J" in found["stop"].summary

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from gammaray.cli import main, render
 from gammaray.grammar.texts import choice_grammar, json_schema_grammar, regex_grammar
 from gammaray.program.output import columns, output_console
 from tests.support.cli_helpers import invoke
-from tests.support.own_process import run_code
+from tests.support.own_process import ROOT, run_code
 from tests.support.sdk_helpers import (
     SUMMARY,
     USAGE,
@@ -300,9 +299,6 @@ def test_invalid_utf8_on_stdin_is_exit_code_2():
     result = invoke("generate", "-", input=b"ab\xff")
     assert result.exit_code == 2
     assert "an invalid byte at offset 2" in result.stderr
-
-
-ROOT = Path(gammaray.__file__).parents[1]
 
 
 @pytest.mark.parametrize(("is_interrupted", "code"), [(True, 130), (False, 1)], ids=["interrupt", "pipe"])

@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -15,8 +16,6 @@ from google.protobuf.any_pb2 import Any
 from google.rpc import status_pb2
 
 from gammaray import AsyncClient, Client, ProcessStatus, RetryPolicy, errors
-from gammaray.v1 import generation_service_pb2 as pb
-from gammaray.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_to_status
 from orchestrator.launcher.preflight import free_ports
 from tests.support.own_process import run_code
@@ -127,11 +126,8 @@ async def test_generate_deadline_ends_the_call_on_both_sides(per_call):
 
 
 async def test_wait_ready_cluster_that_starts_returns_when_a_target_is_healthy():
-    def starting(attempt):
-        if attempt == 0:
-            raise errors.UnavailableError("no replica yet")
-        return [ProcessStatus("target", 1, "", "demo", attempt >= 2, 0)]
-
+    looks = [[ProcessStatus("target", 1, "", "demo", is_healthy, 0)] for is_healthy in (False, True)]
+    starting = Mock(side_effect=[errors.UnavailableError("no replica yet"), *looks])
     service = ScriptedService(status=starting)
     async with serve(service) as address, AsyncClient(address, retry=NO_RETRY) as client:
         processes = await client.wait_ready(60)
@@ -154,9 +150,7 @@ async def test_wait_ready_without_a_server_times_out():
 
 
 async def test_wait_ready_refused_key_raises_at_once():
-    def refuse_key(attempt):
-        raise errors.UnauthenticatedError("no valid API key")
-
+    refuse_key = Mock(side_effect=errors.UnauthenticatedError("no valid API key"))
     async with serve(ScriptedService(status=refuse_key)) as address, AsyncClient(address) as client:
         with pytest.raises(errors.UnauthenticatedError, match="no valid API key"):
             await client.wait_ready(10)
@@ -203,21 +197,13 @@ ERRORS = [
 IDS = [f"{type(error).__name__}-{number}" for number, error in enumerate(ERRORS)]
 
 
-class RawFailure(GenerationServiceServicer):
-    """Ends every call with a status and trailing metadata of the test's choice."""
-
-    def __init__(self, code, details="", trailing=()):
-        self.failure = (code, details, trailing)
-
-    async def GetStatus(self, request, context):
-        await context.abort(*self.failure)
-
-    async def Generate(self, request, context):
-        yield pb.GenerateResponse()
-
-
 async def failed_status(code, details="", trailing=()):
-    async with serve(RawFailure(code, details, trailing)) as address:
+    """Return the error of a call that a server ends with a status and trailing metadata."""
+
+    async def end(request, context):
+        await context.abort(code, details, trailing)
+
+    async with serve(Mock(GetStatus=end)) as address:
         async with AsyncClient(address, retry=NO_RETRY) as client:
             with pytest.raises(errors.GammarayError) as caught:
                 await client.status()
@@ -275,12 +261,7 @@ async def test_retry_failure_before_the_first_chunk_is_tried_again(error):
             raise error
         yield last("done")
 
-    def second_time_lucky(attempt):
-        if attempt == 0:
-            raise error
-        return []
-
-    service = ScriptedService(third_time_lucky, second_time_lucky)
+    service = ScriptedService(third_time_lucky, Mock(side_effect=[error, []]))
     async with serve(service) as address, AsyncClient(address, retry=FAST_RETRY) as client:
         completion = await client.complete("Hi", seed=4)
         assert await client.status() == []
@@ -323,7 +304,7 @@ def test_retry_policy_delays_grow_up_to_the_bound():
         assert len(set(delays)) > 1
 
 
-def test_sync_calls_answer():
+async def test_sync_calls_answer_also_inside_a_running_loop():
     chunks = [piece("a"), last("b")]
     service = ScriptedService(answer(*chunks))
     with serve_in_thread(service) as address, Client(address, api_key="secret") as client:
@@ -333,14 +314,6 @@ def test_sync_calls_answer():
         assert client.wait_ready(5) == PROCESSES
     assert service.requests[0].gamma.fixed == 0
     assert service.metadata[0]["authorization"] == "Bearer secret"
-
-
-async def test_sync_client_inside_a_running_loop_answers():
-    with serve_in_thread(ScriptedService(answer(piece("a"), last("b")))) as address:
-        with Client(address) as client:
-            assert asyncio.get_running_loop().is_running()
-            assert client.complete("Hi").text == "ab"
-            assert [chunk.text for chunk in client.generate("Hi")] == ["a", "b"]
 
 
 def test_sync_generate_break_cancels_on_the_server():

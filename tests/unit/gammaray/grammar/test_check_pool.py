@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import psutil
@@ -21,12 +20,9 @@ from tests.support.workers.redis_helpers import wait_until
 
 pytestmark = pytest.mark.slow
 
+FILE = str(Path(resolve_model("demo")) / "tokenizer.json")
+TOKENIZER = Tokenizer.from_file(FILE)
 ENDLESS = 'start: %json {"type": ["string", "integer"], "multipleOf": 2147483647}'
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
 
 
 @pytest.fixture
@@ -34,7 +30,7 @@ def make_pool():
     made = []
 
     def make(num_processes=1):
-        made.append(CheckPool(tokenizer().to_str(), tokenizer().get_vocab_size(), [0], num_processes))
+        made.append(CheckPool(TOKENIZER.to_str(), TOKENIZER.get_vocab_size(), [0], num_processes))
         return made[-1]
 
     yield make
@@ -157,10 +153,9 @@ def test_cancelled_check_ends_its_process(make_pool):
 def test_process_ends_with_its_parent_also_within_a_check():
     script = f"""
 import sys
-from pathlib import Path
 from tokenizers import Tokenizer
 from gammaray.grammar.check_pool import CheckPool, GrammarCheck
-tokenizer = Tokenizer.from_file({str(Path(resolve_model("demo")) / "tokenizer.json")!r})
+tokenizer = Tokenizer.from_file({FILE!r})
 pool = CheckPool(tokenizer.to_str(), tokenizer.get_vocab_size(), [0], 2)
 pool.submit(GrammarCheck({ENDLESS!r}))
 pool.submit(GrammarCheck('start: "a"')).result()

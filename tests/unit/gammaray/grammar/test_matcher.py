@@ -245,22 +245,18 @@ def test_tokens_that_end_a_completion_are_as_those_of_a_compiler_that_has_them(e
     assert masks[0] == masks[1], "an end outside of the vocabulary is ignored"
 
 
+DEMO = Tokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
 # Its states are built as they are met, so that random text soon spends the limits of a step.
 MANY_STATES = "start: /(.*a.{8}b|.*c.{7}d)*/"
 
 
 @cache
-def demo_tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(Path(resolve_model("demo")) / "tokenizer.json"))
-
-
-@cache
 def demo_compiler() -> GrammarCompiler:
-    return GrammarCompiler(demo_tokenizer().to_str(), demo_tokenizer().get_vocab_size(), [0])
+    return GrammarCompiler(DEMO.to_str(), DEMO.get_vocab_size(), [0])
 
 
 def ids(text: str) -> list[int]:
-    return demo_tokenizer().encode(text, add_special_tokens=False).ids
+    return DEMO.encode(text, add_special_tokens=False).ids
 
 
 def letters(rng: random.Random) -> str:

@@ -1,7 +1,6 @@
 """Parts of grammars that are refused, as llguidance reads the text, and the same characters elsewhere."""
 
 import time
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,26 +12,22 @@ from gammaray.demo_pair import resolve_model
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.syntax import check_syntax
 
+TOKENIZER = LLTokenizer((Path(resolve_model("demo")) / "tokenizer.json").read_text())
 SPECIAL = "&~<[;]>|^/\"\\' #%@{}().:,=-_!?+*059azAZé\t"
 """Characters that mean something to the lexer, and a few others."""
-
-
-@cache
-def tokenizer() -> LLTokenizer:
-    return LLTokenizer((Path(resolve_model("demo")) / "tokenizer.json").read_text())
 
 
 def refused(grammar: str) -> str:
     """Return the part for which a grammar is refused; empty if it is none."""
     try:
-        check_syntax(grammar, tokenizer())
+        check_syntax(grammar, TOKENIZER)
     except InvalidArgumentError as error:
         return error.got
     return ""
 
 
 def compiles(grammar: str) -> bool:
-    return not LLMatcher(tokenizer(), LLMatcher.grammar_from_lark(grammar), log_level=0).is_error()
+    return not LLMatcher(TOKENIZER, LLMatcher.grammar_from_lark(grammar), log_level=0).is_error()
 
 
 # What makes a second lexer believe that a string or an expression goes on, where llguidance's does not.
@@ -90,7 +85,7 @@ def test_temperature_of_a_rule_is_refused():
         "%lark\nstart[temperature=0]: /a/",
     ):
         with pytest.raises(InvalidArgumentError, match=r"^grammar: "):
-            check_syntax(grammar, tokenizer())
+            check_syntax(grammar, TOKENIZER)
     assert "temperature" in refused("start[temperature=0.5]: /a/")
 
 

@@ -10,7 +10,7 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.receipts.keys import b64, parse_keys, published, read_receipt_keys, rotate, unb64
 from gammaray.receipts.receipt import Receipt, SignedReceipt
 from tests.support.cli_helpers import invoke
-from tests.support.receipt_helpers import made_up_receipt
+from tests.support.receipt_helpers import RECEIPT
 
 
 @pytest.fixture
@@ -19,27 +19,22 @@ def path(tmp_path):
 
 
 @pytest.fixture
-def receipt():
-    return made_up_receipt()
-
-
-@pytest.fixture
 def key(path):
     rotate(path)
     return read_receipt_keys(path)[0]
 
 
-def test_receipt_survives_its_text(key, receipt):
-    text = receipt.signed(key)
+def test_receipt_survives_its_text(key):
+    text = RECEIPT.signed(key)
     found = SignedReceipt.parse(text)
-    assert found.receipt == receipt
+    assert found.receipt == RECEIPT
     assert found.kid == key.kid
     found.check((key.public,))
     header, payload, _ = text.split(".")
     assert json.loads(unb64(header)) == {"alg": "EdDSA", "kid": key.kid, "typ": "gammaray-receipt"}
     assert json.loads(unb64(payload))["sampling"]["seed"] == 2**64 - 1
     # Integers in place of numbers give the same text.
-    values = receipt.model_dump() | {"sampling": {"temperature": 1, "top_p": 1, "seed": 0}}
+    values = RECEIPT.model_dump() | {"sampling": {"temperature": 1, "top_p": 1, "seed": 0}}
     SignedReceipt.parse(Receipt.model_validate(values).signed(key))
 
 
@@ -59,12 +54,12 @@ OTHER = {
 """Another value of each field."""
 
 
-def test_change_of_any_field_is_found(key, receipt):
+def test_change_of_any_field_is_found(key):
     assert OTHER.keys() == Receipt.model_fields.keys()
     # The other sampling parameters are missing, which this server always writes.
     others = {"version": "receipt.version", "sampling": "receipt"}
     for field, value in OTHER.items():
-        text = changed(receipt.signed(key), 1, lambda values, own=(field, value): {**values, own[0]: own[1]})
+        text = changed(RECEIPT.signed(key), 1, lambda values, own=(field, value): {**values, own[0]: own[1]})
         with pytest.raises(InvalidArgumentError) as caught:
             SignedReceipt.parse(text).check((key,))
         assert caught.value.field == others.get(field, "receipt.signature")
@@ -90,23 +85,23 @@ def test_change_of_any_field_is_found(key, receipt):
         (lambda text: changed(text, 1, lambda v: {**v, "version": "2"}), "version: got 2"),
     ],
 )
-def test_what_is_no_receipt_is_refused(key, receipt, change, words):
+def test_what_is_no_receipt_is_refused(key, change, words):
     with pytest.raises(InvalidArgumentError, match=words):
-        SignedReceipt.parse(change(receipt.signed(key)))
+        SignedReceipt.parse(change(RECEIPT.signed(key)))
 
 
-def test_signature_of_another_key_is_refused(key, receipt, tmp_path):
+def test_signature_of_another_key_is_refused(key, tmp_path):
     rotate(tmp_path / "other.json")
     (other,) = read_receipt_keys(tmp_path / "other.json")
-    found = SignedReceipt.parse(receipt.signed(key))
+    found = SignedReceipt.parse(RECEIPT.signed(key))
     with pytest.raises(InvalidArgumentError, match=r"receipt\.kid"):
         found.check((other,))
     with pytest.raises(InvalidArgumentError, match="a bad signature"):
         found.check((other.model_copy(update={"kid": key.kid}),))
 
 
-def test_rotation_keeps_public_keys_and_forgets_private_ones(path, key, receipt):
-    text = receipt.signed(key)
+def test_rotation_keeps_public_keys_and_forgets_private_ones(path, key):
+    text = RECEIPT.signed(key)
     listed = rotate(path)
     former, latest = read_receipt_keys(path)
     assert former == key.public

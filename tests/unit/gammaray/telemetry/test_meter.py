@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-import urllib.error
-import urllib.request
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,18 +22,12 @@ def export(meter, listen):
 
 def scrape(address):
     """Return the value of each sample, by its name and labels."""
-    for attempt in range(5):
-        try:
-            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-                text = answer.read().decode()
-            break
-        except urllib.error.URLError:  # [::1] refuses a first connection now and then, on a busy machine
-            if attempt == 4:
-                raise
-            time.sleep(0.5)
+    # [::1] refuses a first connection now and then, on a busy machine.
+    with httpx.Client(transport=httpx.HTTPTransport(retries=4), timeout=10) as http:
+        answer = http.get(f"http://{address}/metrics")
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -13,11 +14,11 @@ from gammaray.v1 import generation_service_pb2_grpc as rpc
 from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS
 from orchestrator.api import stalls
-from orchestrator.api.grpc_handlers import add_generation_service
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.stalls import while_read
 from tests.support.http_helpers import listening
+from tests.support.sdk_helpers import serve
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.workers.scripted_workers import until
 
@@ -67,32 +68,22 @@ async def test_generation_that_takes_long_between_pieces_is_not_ended():
 
 async def test_unread_grpc_stream_gives_its_place_back():
     backend = EndlessBackend()
-    server = grpc.aio.server()
     servicer = GenerationServicer(backend)
-
-    class Methods:
-        def __getattr__(self, name):
-            return servicer.get_status if name == "GetStatus" else servicer.generate
-
-    add_generation_service(Methods(), server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(address) as idle, grpc.aio.insecure_channel(address) as other:
-            unread = rpc.GenerationServiceStub(idle).Generate(pb.GenerateRequest(text="a", max_tokens=100))
-            await unread.read()
-            stub = rpc.GenerationServiceStub(other)
-            waiting = stub.Generate(pb.GenerateRequest(text="a", max_tokens=3), timeout=WAIT_S)
-            assert (await stub.GetStatus(pb.GetStatusRequest(), timeout=WAIT_S)).processes
-            chunks = [chunk async for chunk in waiting]
-            assert sum(len(chunk.tokens) for chunk in chunks) == 3
-            assert unread.done() is False
-            with pytest.raises(grpc.RpcError) as ended:
-                await read_all(unread)
-            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
-            await until(lambda: backend.admission.num_running == 0)
-    finally:
-        await server.stop(None)
+    methods = Mock(Generate=servicer.generate, GetStatus=servicer.get_status)
+    channel = grpc.aio.insecure_channel
+    async with serve(methods) as address, channel(address) as idle, channel(address) as other:
+        unread = rpc.GenerationServiceStub(idle).Generate(pb.GenerateRequest(text="a", max_tokens=100))
+        await unread.read()
+        stub = rpc.GenerationServiceStub(other)
+        waiting = stub.Generate(pb.GenerateRequest(text="a", max_tokens=3), timeout=WAIT_S)
+        assert (await stub.GetStatus(pb.GetStatusRequest(), timeout=WAIT_S)).processes
+        chunks = [chunk async for chunk in waiting]
+        assert sum(len(chunk.tokens) for chunk in chunks) == 3
+        assert unread.done() is False
+        with pytest.raises(grpc.RpcError) as ended:
+            await read_all(unread)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        await until(lambda: backend.admission.num_running == 0)
 
 
 async def asked(url, path, body):

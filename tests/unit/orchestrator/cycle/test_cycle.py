@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import given
@@ -36,10 +37,10 @@ END = 24
 """A stop token, whose text is shown."""
 
 
-async def one_cycle(proposal, *, gamma=4, target=None, session=None):
+async def one_cycle(proposal, *, target=None, session=None):
     session = session or make_session()
     drafter = FunctionDrafter(lambda session, gamma: proposal)
-    controller = ConstantGamma(gamma)
+    controller = ConstantGamma(4)
     cycle = await run_cycle(session, drafter, target or ScriptedTarget(TOKENS), controller)
     assert session.token_ids[len(PROMPT) :] == list(cycle.token_ids)
     assert controller.cycles == [cycle]
@@ -113,18 +114,11 @@ def test_cycle_output_is_that_of_plain_decoding_whatever_is_drafted(tokens, stop
         ]
 
 
-def failing(error):
-    def propose(session, gamma):
-        raise error
-
-    return FunctionDrafter(propose)
-
-
 @pytest.mark.parametrize(
     "drafter",
     [
-        pytest.param(failing(UnavailableError("gone")), id="gone"),
-        pytest.param(failing(InternalError("broken")), id="broken"),
+        pytest.param(FunctionDrafter(Mock(side_effect=UnavailableError("gone"))), id="gone"),
+        pytest.param(FunctionDrafter(Mock(side_effect=InternalError("broken"))), id="broken"),
         pytest.param(FunctionDrafter(lambda s, gamma: Proposal(TOKENS[: gamma + 1])), id="too-long"),
         pytest.param(FunctionDrafter(lambda s, gamma: Proposal(TOKENS[:5], (-1, 0, 1, 2, 3))), id="too-deep"),
         pytest.param(FunctionDrafter(lambda s, gamma: Proposal(TOKENS[:9], (-1,) * 9)), id="too-wide"),
@@ -172,12 +166,9 @@ async def test_cycle_target_refuses_the_proposal_is_asked_again_without():
 
 @pytest.mark.parametrize("path", [(1,), (0, 2), (2,), (-1,), (0, 0), (0, 1, 2)])
 async def test_cycle_verdict_that_is_no_path_is_an_internal_error(path):
-    class Liar:
-        async def verify(self, session, draft):
-            return Verdict(path, 7, BONUS, 1)
-
+    liar = AsyncMock(**{"verify.return_value": Verdict(path, 7, BONUS, 1)})
     with pytest.raises(InternalError, match="no path"):
-        await one_cycle(Proposal((3, 4)), target=Liar())
+        await one_cycle(Proposal((3, 4)), target=liar)
 
 
 @pytest.mark.parametrize("index", range(4))
@@ -190,12 +181,9 @@ async def test_cycle_logprobs_are_cut_with_their_tokens(index):
 
 
 async def test_cycle_missing_logprobs_are_an_internal_error():
-    class Forgetful(ScriptedTarget):
-        async def verify(self, session, draft):
-            return Verdict((), 3, BONUS, 0)
-
+    forgetful = AsyncMock(**{"verify.return_value": Verdict((), 3, BONUS, 0)})
     with pytest.raises(InternalError, match="log-probabilities"):
-        await one_cycle(Proposal(), target=Forgetful(TOKENS), session=make_session(num_top_logprobs=2))
+        await one_cycle(Proposal(), target=forgetful, session=make_session(num_top_logprobs=2))
 
 
 class HeadedTarget(ScriptedTarget):

@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -54,24 +55,14 @@ def test_records_there_and_back(num_top):
 
 async def verified(times, error=None):
     """Return the verdict, how often a worker that drops the session at first was asked, and the renewals."""
-    calls, renewed = [], []
-
-    async def verify(session, draft):
-        calls.append(draft)
-        if len(calls) <= times:
-            raise CancelledError("session s was released")
-        return "verdict"
-
-    async def renew(session):
-        renewed.append(session.session_id)
-        if error is not None:
-            raise error
-
+    dropped = [CancelledError("session s was released")] * times
+    verify, renew = AsyncMock(side_effect=[*dropped, "verdict"]), AsyncMock(side_effect=error)
     verifier = FencedVerifier(SimpleNamespace(verify=verify), renew)
     try:
-        return await verifier.verify(SESSION, Proposal()), len(calls), renewed
+        found = await verifier.verify(SESSION, Proposal())
     except GammarayError as failure:
-        return failure, len(calls), renewed
+        found = failure
+    return found, verify.await_count, [given.args[0].session_id for given in renew.await_args_list]
 
 
 @pytest.mark.parametrize("times", [1, 2, TRIES - 1])

@@ -2,6 +2,8 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -31,24 +33,15 @@ class Finds:
         return replace(self.match, token_ids=self.match.token_ids[:depth])
 
 
-class Worker:
-    """A draft worker that is in one state and proposes nothing."""
-
-    address, kind = "a:1", MODEL
-
-    def __init__(self, readiness):
-        self.readiness = readiness
-
-    def prepare(self, session):
-        return self.readiness
-
-    async def propose(self, session, shape):
-        raise UnavailableError("it has gone")
+def worker(readiness):
+    """Return a draft worker that is in one state and proposes nothing."""
+    propose = AsyncMock(side_effect=UnavailableError("it has gone"))
+    return SimpleNamespace(address="a:1", kind=MODEL, prepare=lambda session: readiness, propose=propose)
 
 
 def choice_of(texts, readiness=Readiness.READY, allowed=MODEL, seed=1, costs=None, temperature=0.0):
     costs, session = costs or CostModel(random.Random(seed)), make_session()
-    drafter = SessionDrafter(Worker(readiness) if allowed is MODEL else None, texts, TEXT_DEPTH)
+    drafter = SessionDrafter(worker(readiness) if allowed is MODEL else None, texts, TEXT_DEPTH)
     controller = AdaptiveGamma(8, costs, max_match=TEXT_DEPTH, temperature=temperature)
     return DrafterChoice(session, drafter, controller)
 
@@ -192,7 +185,7 @@ def test_without_draft_worker_and_match_nothing_is_proposed():
 
 def test_fixed_gamma_prefers_prediction_then_model_then_the_longest_match():
     def shape_of(texts, readiness):
-        session, drafter = make_session(), SessionDrafter(Worker(readiness), texts, TEXT_DEPTH, fixed=3)
+        session, drafter = make_session(), SessionDrafter(worker(readiness), texts, TEXT_DEPTH, fixed=3)
         return DrafterChoice(session, drafter, FixedGamma(3, CostModel(), 6)).next_shape()
 
     prediction = Finds(DrafterKind.PREDICTION, length=0)
@@ -205,11 +198,11 @@ def test_fixed_gamma_prefers_prediction_then_model_then_the_longest_match():
 
 async def test_failed_draft_worker_is_replaced_by_the_longest_match_of_the_same_cycle():
     session = make_session()
-    drafter = SessionDrafter(Worker(Readiness.READY), [Finds(PREDICTION, 2), Finds(SUFFIX, 9)], TEXT_DEPTH)
+    drafter = SessionDrafter(worker(Readiness.READY), [Finds(PREDICTION, 2), Finds(SUFFIX, 9)], TEXT_DEPTH)
     proposal = await drafter.propose(session, Shape(3))
     assert proposal == Proposal((0, 1, 2))
     assert (proposal.drafter, proposal.is_fallback) == (SUFFIX, True)
-    nothing = SessionDrafter(Worker(Readiness.READY), [], TEXT_DEPTH)
+    nothing = SessionDrafter(worker(Readiness.READY), [], TEXT_DEPTH)
     assert (await nothing.propose(session, Shape(3))) == Proposal()
 
 

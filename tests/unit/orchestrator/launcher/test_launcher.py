@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 import uuid
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -219,14 +219,9 @@ def test_children_named_leaves_out_one_that_ends_while_it_is_looked_at(monkeypat
     ],
 )
 def test_ray_that_gives_up_is_started_again(monkeypatch, tmp_path, num_failures, left_s, num_tries):
-    tries, ended = [], []
-
-    def init(**_):
-        tries.append(1)
-        if len(tries) <= num_failures:
-            raise RuntimeError("the current node timed out during startup")
-
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=init))
+    failures = [RuntimeError("the current node timed out during startup")] * num_failures
+    ray, ended = Mock(**{"init.side_effect": [*failures, None]}), []
+    monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(cluster, "end_marked", ended.append)
     start = partial(cluster.start_ray, tmp_path, ExitStack(), StopSignals(), time.monotonic() + left_s)
     if num_tries is None:
@@ -234,8 +229,8 @@ def test_ray_that_gives_up_is_started_again(monkeypatch, tmp_path, num_failures,
             start()
     else:
         start()
-        assert len(tries) == num_tries
-    assert ended == [tmp_path.name] * min(len(tries), num_failures)
+        assert ray.init.call_count == num_tries
+    assert ended == [tmp_path.name] * min(ray.init.call_count, num_failures)
 
 
 def test_last_errors_of_serve_are_found(tmp_path):

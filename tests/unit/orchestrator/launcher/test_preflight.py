@@ -58,9 +58,8 @@ def test_settings_that_do_not_fit_the_devices_are_refused_with_the_reason():
 def test_settings_of_the_roles_in_the_environment_are_checked_too(monkeypatch, variables, field):
     for name, value in variables.items():
         monkeypatch.setenv(f"GAMMARAY_{name}", value)
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(InvalidArgumentError, match=f"^{field}: got"):
         check_workers(ClusterSettings())
-    assert caught.value.field == field
 
 
 def test_settings_of_the_roles_that_fit_pass(monkeypatch):
@@ -197,7 +196,6 @@ def test_arrange_trust_without_keys_stays_on_this_machine():
     for peer in ("ipv4:10.0.0.1:5", "ipv6:[fe80::1]:5", "ipv4:128.0.0.1:127"):
         with pytest.raises(UnauthenticatedError):
             door.identify({}, peer)
-    assert Authenticator().identify({}, "ipv4:10.0.0.1:5").tenant == ""
 
 
 def test_settings_do_not_show_the_password_of_redis():
@@ -211,9 +209,9 @@ def test_gguf_file_is_refused_by_its_setting_with_the_command_that_converts_it(t
     (tmp_path / "folder.gguf").mkdir()
     assert resolve_model(str(tmp_path / "folder.gguf")) == str(tmp_path / "folder.gguf")
     for target, draft, field in (("Model.GGUF", "demo", "target"), ("demo", "m.gguf", "draft")):
-        with pytest.raises(InvalidArgumentError, match=r"services\.engine\.convert FILE\.gguf DIR") as caught:
+        words = rf"^{field}: got .*services\.engine\.convert FILE\.gguf DIR"
+        with pytest.raises(InvalidArgumentError, match=words):
             check_models(target, draft)
-        assert caught.value.field == field
 
 
 def test_target_without_a_draft_has_no_draft_workers_and_a_note(monkeypatch):

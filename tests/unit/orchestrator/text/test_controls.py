@@ -56,12 +56,12 @@ def unigram() -> FastTokenizer:
     return tokenizer
 
 
-def saved(folder, tokenizer: FastTokenizer) -> Tokenizer:
+def saved(folder, tokenizer: FastTokenizer, template: str = TEMPLATE) -> Tokenizer:
     for text in SPECIAL:
         tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
     for text in PLAIN:
         tokenizer.add_tokens([AddedToken(text, normalized=False)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<|im_end|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, eos_token="<|im_end|>")
     fast.save_pretrained(folder)
     LlamaConfig(vocab_size=tokenizer.get_vocab_size()).save_pretrained(folder)
     return Tokenizer(str(folder))
@@ -152,13 +152,9 @@ def test_answers_keep_the_tokens_that_their_text_shows(tokenizer):
     ],
 )
 def test_templates_may_change_texts(tmp_path, change, given):
-    tokenizer = spelt_in_bytes()
     marked = "'<|im_start|>' + (" + change + ") + '<|im_end|>'"
     template = "{%- for message in messages %}{{- " + marked + " }}{%- endfor %}"
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template).save_pretrained(tmp_path)
-    LlamaConfig(vocab_size=tokenizer.get_vocab_size()).save_pretrained(tmp_path)
-    model = Tokenizer(str(tmp_path))
+    model = saved(tmp_path, spelt_in_bytes(), template)
     messages = [{"role": "user", "content": given}]
     found, text = encoded(model, messages)
     assert controls(model, found) == [b"<|im_start|>", b"<|im_end|>"]

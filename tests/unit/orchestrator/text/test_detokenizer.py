@@ -2,6 +2,7 @@
 
 import json
 import random
+from unittest.mock import Mock
 
 import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
@@ -237,10 +238,7 @@ def test_bytes_that_no_token_spells_do_not_count(original):
 
 
 async def test_prompt_that_cannot_fit_is_refused_without_tokenising(demo, monkeypatch):
-    def encode(*_, **__):
-        raise AssertionError("tokenised")
-
-    monkeypatch.setattr(Tokenizer, "encode", encode)
+    monkeypatch.setattr(Tokenizer, "encode", Mock(side_effect=AssertionError("tokenised")))
     request = GenerationRequest("/x/ " * 2**18, sampling=SamplingParams(seed=1))
     with pytest.raises(ContextLengthError, match="prompt: got at least 28340 tokens, allowed: at most 2047"):
         await open_session(request, demo, 2048)

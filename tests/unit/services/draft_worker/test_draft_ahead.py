@@ -11,12 +11,7 @@ from services.scheduling.tasks import Release
 from services.speculation.proposals import RUN
 from tests.support.draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableEngine, outcome
 
-COUPLED, REJECTION, NAIVE = (
-    VerificationMethod.COUPLED,
-    VerificationMethod.REJECTION,
-    VerificationMethod.NAIVE,
-)
-
+COUPLED, REJECTION = VerificationMethod.COUPLED, VerificationMethod.REJECTION
 PROMPT = [1, 2, 3, 4]
 
 PARAMS = {

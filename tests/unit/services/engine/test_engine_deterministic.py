@@ -13,6 +13,7 @@ from services.engine.loader import load_engine
 from tests.support.engine_helpers import LEAN, random_tokens, tiny_model
 
 NUM_POSITIONS = 330
+TEXT = random_tokens(NUM_POSITIONS, 7, 2048)
 
 
 @pytest.fixture(scope="module")
@@ -21,48 +22,43 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def text():
-    return random_tokens(NUM_POSITIONS, 7, 2048)
-
-
-@pytest.fixture(scope="module")
-def alone(target, text):
+def alone(target):
     """Logits token by token: gamma 0, no other session."""
-    rows = [target.step([SequenceInput("alone", i, [t], 1)])[0] for i, t in enumerate(text)]
+    rows = [target.step([SequenceInput("alone", i, [t], 1)])[0] for i, t in enumerate(TEXT)]
     target.release("alone")
     return torch.cat(rows)
 
 
 @pytest.mark.parametrize("size", [4, 5, 9, 16, 256, NUM_POSITIONS])
-def test_chunks_of_any_size_give_the_bits_of_single_tokens(target, text, alone, size):
+def test_chunks_of_any_size_give_the_bits_of_single_tokens(target, alone, size):
     rows = []
-    for start in range(0, len(text), size):
-        chunk = text[start : start + size]
+    for start in range(0, len(TEXT), size):
+        chunk = TEXT[start : start + size]
         rows += target.step([SequenceInput("chunks", start, chunk, len(chunk))])
     target.release("chunks")
     assert torch.equal(torch.cat(rows), alone)
 
 
-def test_batch_gives_the_bits_of_being_alone(target, text, alone):
+def test_batch_gives_the_bits_of_being_alone(target, alone):
     """Five ragged sessions at different places of the same text, with another prompt coming in."""
     starts = {f"s{i}": 0 for i in range(5)}
     sizes = itertools.cycle(random_tokens(500, 3, 9))
     while any(start < 200 for start in starts.values()):
         feeds = []
         for name, start in starts.items():
-            chunk = text[start : start + 1 + next(sizes)]
+            chunk = TEXT[start : start + 1 + next(sizes)]
             feeds.append(SequenceInput(name, start, chunk, len(chunk)))
-        feeds.insert(2, SequenceInput("prompt", 0, text[: 1 + 10 * next(sizes)], 0))
+        feeds.insert(2, SequenceInput("prompt", 0, TEXT[: 1 + 10 * next(sizes)], 0))
         for feed, got in zip(feeds, target.step(feeds), strict=True):
             if feed.num_logits:
                 assert torch.equal(got, alone[feed.start : feed.start + len(feed.token_ids)])
                 starts[feed.session_id] = feed.start + len(feed.token_ids)
 
 
-def test_tree_nodes_give_the_bits_of_a_chain(target, text, alone):
-    target.step([SequenceInput("tree", 0, text[:60], 0)])
+def test_tree_nodes_give_the_bits_of_a_chain(target, alone):
+    target.step([SequenceInput("tree", 0, TEXT[:60], 0)])
     for start in range(60, 90, 6):
-        branch = text[start : start + 6]
+        branch = TEXT[start : start + 6]
         nodes = [5, *branch, 6, 7]
         parents = [-1, -1, 1, 2, 3, 4, 5, 0, 2]
         got = target.step([SequenceInput("tree", start, nodes, 9, parents)])[0]

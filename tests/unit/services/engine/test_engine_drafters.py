@@ -107,17 +107,15 @@ def test_early_exit_equals_transformers_model_cut_to_its_first_layers(tmp_path, 
 
 @pytest.mark.parametrize("number", ["0", "3", "99999", "x", ""])
 def test_early_exit_out_of_range_is_refused_with_the_range(source, number):
-    with pytest.raises(InvalidArgumentError, match="N with N from 1") as caught:
+    with pytest.raises(InvalidArgumentError, match=r"^model: got .*N with N from 1") as caught:
         load(f"early-exit:{number}", source)
-    assert caught.value.field == "model"
     if number.isdecimal():
         assert "3 layers" in str(caught.value) or number == "0"
 
 
 def test_early_exit_is_refused_without_its_target():
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(InvalidArgumentError, match=r"^target: got"):
         load("early-exit:1")
-    assert caught.value.field == "target"
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "gpt_neox", "opt", "gemma2"])

@@ -4,6 +4,7 @@ On each path: the compiled kernel, transformers' layers as on CPUs, or with a ca
 """
 
 import random
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,29 +41,21 @@ PATHS = [
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """One saved model per architecture, made on first use."""
+    """A function of an architecture that returns its saved model, made on first use."""
     root = tmp_path_factory.mktemp("models")
-    return _Directories(root)
+    # Large logits: soft-caps and softmaxes are far from linear.
+    return cache(lambda arch: tiny_model(arch, root, gain=2.0 if arch.startswith("gemma") else 1.0))
 
 
-class _Directories(dict[str, Path]):
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def __missing__(self, arch: str) -> Path:
-        # Large logits: soft-caps and softmaxes are far from linear.
-        self[arch] = tiny_model(arch, self._root, gain=2.0 if arch.startswith("gemma") else 1.0)
-        return self[arch]
-
-
-def checked(directory: Path, path: str, taps: tuple[int, ...] = ()) -> CheckedEngine:
-    engine = flash_engine(directory) if path == "flash" else load_engine(str(directory), engine=path)
-    return CheckedEngine(engine, plain_model(directory), taps)
+def engine_of(directory: Path, path: str, dtype: str = "float32") -> Engine:
+    if path == "flash":
+        return flash_engine(directory, dtype=dtype)
+    return load_engine(str(directory), engine=path, dtype=dtype)
 
 
 @pytest.mark.parametrize(("arch", "path"), PATHS)
 def test_steps_of_several_sessions_match_plain_forwards(directories, arch, path):
-    run = checked(directories[arch], path, LAYERS)
+    run = CheckedEngine(engine_of(directories(arch), path), plain_model(directories(arch)), LAYERS)
     assert isinstance(run.engine.runner, NativeRunner) == (path == "native")
     text, tree = random_tokens(128, 1), random_tokens(len(TREE), 4)
     run.step(
@@ -107,16 +100,11 @@ def test_steps_of_several_sessions_match_plain_forwards(directories, arch, path)
 @pytest.mark.parametrize("path", ["transformers", "flash"])
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_bfloat16_stays_within_its_rounding(directories, arch, path):
-    directory = str(directories[arch])
-    engine = (
-        flash_engine(directories[arch], dtype="bfloat16")
-        if path == "flash"
-        else load_engine(directory, dtype="bfloat16")
-    )
+    engine = engine_of(directories(arch), path, dtype="bfloat16")
     text = random_tokens(30, 1)
     feeds = [SequenceInput("a", 0, text[:21], 21), SequenceInput("b", 0, text[:9], 1)]
     got = torch.cat([engine.step(feeds)[0], engine.step([SequenceInput("a", 21, text[21:], 9)])[0]])
-    expected = plain_logits(plain_model(directories[arch]).to(torch.bfloat16), text)
+    expected = plain_logits(plain_model(directories(arch)).to(torch.bfloat16), text)
     assert got.dtype == torch.float32
     # Experts may be chosen differently within rounding: compare means.
     assert (got - expected).abs().mean() <= 0.05 * expected.abs().mean()
@@ -126,7 +114,7 @@ def test_bfloat16_stays_within_its_rounding(directories, arch, path):
     "options", [{"engine": "native"}, {"engine": "transformers"}, {"deterministic": True}]
 )
 def test_logits_have_the_same_bits_with_taps(options, directories):
-    tapped, plain = (load_engine(str(directories["llama"]), **options) for _ in range(2))
+    tapped, plain = (load_engine(str(directories("llama")), **options) for _ in range(2))
     tapped.tap(LAYERS)
     text = random_tokens(60, 1)
     for feeds in (

@@ -110,10 +110,8 @@ def test_load_bidirectional_attention_refused(tmp_path, monkeypatch):
     ("setting", "field"), [({"device": "abacus"}, "device"), ({"dtype": "int3"}, "dtype")]
 )
 def test_load_unknown_device_or_dtype_names_the_field(tmp_path, setting, field):
-    directory = tiny_model("llama", tmp_path)
-    with pytest.raises(InvalidArgumentError) as wrong:
-        load_engine(str(directory), **setting)  # type: ignore[arg-type]
-    assert wrong.value.field == field
+    with pytest.raises(InvalidArgumentError, match=f"^{field}: got"):
+        load_engine(str(tiny_model("llama", tmp_path)), **setting)  # type: ignore[arg-type]
 
 
 def test_longrope_context_ends_where_its_rotation_changes(tmp_path):

@@ -26,8 +26,15 @@ def engine_of(folder, target, **options):
     return engine, head, target_ids
 
 
-def feed(engine, name, start, token_ids, features=None, parents=None, num_kept=0):
-    return SequenceInput(name, start, token_ids, len(token_ids), parents, num_kept, features)
+def feed(start, token_ids, features=None):
+    return SequenceInput("s", start, token_ids, len(token_ids), features=features)
+
+
+def begin(engine, token_ids, features):
+    """Return the rows of a new session's tokens after its first one, which a head does not read."""
+    engine.skip("s", [0])
+    (rows,) = engine.step([feed(1, token_ids, features)])
+    return rows
 
 
 def expected_of(folder):
@@ -42,17 +49,15 @@ def test_logits_are_those_of_the_library(variant, uses_kernel, target):
     assert engine.kernel.startswith("none") is not uses_kernel
     states, token_ids, logits = expected_of(DATA / variant)
     features = head.fuse(states)
-    engine.skip("s", [0])
-    (first,) = engine.step([feed(engine, "s", 1, token_ids, features)])
+    first = begin(engine, token_ids, features)
     torch.testing.assert_close(first[:, target_ids], logits[0], rtol=1e-4, atol=1e-4)
     assert (first[:, [token for token in range(VOCAB_SIZE) if token not in target_ids]] == NOT_DRAFTED).all()
 
     for row in range(len(token_ids) - 2):  # the library's tokens after each row, on the head's own states
         engine.truncate("s", 0)
-        engine.skip("s", [0])
-        engine.step([feed(engine, "s", 1, token_ids[: row + 1], features[: row + 1])])
+        begin(engine, token_ids[: row + 1], features[: row + 1])
         for step in (1, 2):
-            (made,) = engine.step([feed(engine, "s", row + 1 + step, [token_ids[row + step]])])
+            (made,) = engine.step([feed(row + 1 + step, [token_ids[row + step]])])
             torch.testing.assert_close(made[0, target_ids], logits[step, row], rtol=1e-4, atol=1e-4)
 
 
@@ -64,8 +69,7 @@ def test_chain_from_features_equals_single_steps(noisy, target):
     features, known = head.fuse(states), len(token_ids) - 3
     noise = Noise(7, 0, VOCAB_SIZE).gumbel(known + 1, 3) if noisy else None
     for engine in (ours, theirs):
-        engine.skip("s", [0])
-        engine.step([feed(engine, "s", 1, token_ids[:2], features[:2])])
+        begin(engine, token_ids[:2], features[:2])
     first = token_ids[2:known]
     drafting = SequenceInput("s", 3, [*first, 0, 0], 3, features=features[2:known])
     made, logits = ours.chain(drafting, noise, scale=2.0)
@@ -79,9 +83,7 @@ def test_chain_from_features_equals_single_steps(noisy, target):
         assert following[0] in target_ids
     assert made == drawn
     assert list(ours.tokens("s")) == list(theirs.tokens("s"))
-    (one,), (other,) = (
-        engine.step([feed(engine, "s", 3 + len(drawn), following)]) for engine in (ours, theirs)
-    )
+    (one,), (other,) = (engine.step([feed(3 + len(drawn), following)]) for engine in (ours, theirs))
     assert torch.equal(one, other)
 
 
@@ -90,8 +92,7 @@ def test_quantised_head_is_near_the_stored_one(target):
     rows = []
     for weights in ("auto", "int8"):
         engine, head, _ = engine_of(DATA / "llama", target, weights=weights)
-        engine.skip("s", [0])
-        rows += engine.step([feed(engine, "s", 1, token_ids, head.fuse(states))])
+        rows.append(begin(engine, token_ids, head.fuse(states)))
     drafted = rows[0][0] != NOT_DRAFTED
     difference = (rows[0] - rows[1])[:, drafted].abs()
     assert 0 < difference.mean() < 0.1
@@ -106,10 +107,8 @@ def test_official_format_is_the_same_head(tmp_path, target):
     states, token_ids, _ = expected_of(DATA / "llama")
     rows = []
     for engine, head in ((official, theirs), (ours, own)):
-        features = head.fuse(states)
         assert head.config.taps == (1, 2, 3)
-        engine.skip("s", [0])
-        rows += engine.step([feed(engine, "s", 1, token_ids, features)])
+        rows.append(begin(engine, token_ids, head.fuse(states)))
     assert torch.equal(*rows)
 
 

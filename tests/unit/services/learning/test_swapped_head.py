@@ -2,6 +2,9 @@
 
 import itertools
 from contextlib import closing
+from unittest.mock import Mock
+
+import pytest
 
 from gammaray.learning.folder import LearningFolder
 from services.engine.core.errors import EngineLostError
@@ -40,21 +43,13 @@ def test_a_candidate_drafts_for_a_third_of_the_turns_and_a_promoted_version_for_
 
 
 def test_a_version_that_loses_the_engine_is_rolled_back_before_the_worker_starts_again(tmp_path):
-    def swap(directory):
-        raise EngineLostError("out of memory")
-
+    swap = Mock(side_effect=EngineLostError("out of memory"))
     store = LearningFolder(tmp_path).store("open")
     with closing(head_of(tmp_path, swap)) as head:
         publish(store)
         store.promote(1)
 
-        def is_lost():
-            try:
-                head.take_turns(0.0)
-            except EngineLostError:
-                return True
-            return False
-
-        wait_until(is_lost)
+        with pytest.raises(EngineLostError):
+            wait_until(lambda: head.take_turns(0.0))
         assert store.read().stable == 0
         assert "out of memory" in store.read().versions[0].reason

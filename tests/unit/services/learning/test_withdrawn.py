@@ -8,6 +8,7 @@ import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,18 @@ from tests.support.small_files import largest_file
 from tests.support.workers.redis_helpers import wait_until
 
 OTHER_UID = 65534
+
+
+def states(start, end):
+    """States that are the numbers of their positions."""
+    return torch.arange(start, end, dtype=torch.float32)[:, None, None].expand(-1, 2, 3)
+
+
+def filled(start, end):
+    """Return a buffer of such states."""
+    buffer = Buffer()
+    buffer.take(start, states(start, end))
+    return buffer
 
 
 def record(versions, name, began=None):
@@ -161,38 +174,32 @@ def stream(records, age_s=0, tenant="", mtime_age_s=0, name=None):
 
 
 @pytest.mark.parametrize(
-    "odd",
+    ("odd", "stays"),
     [
-        {"age_s": -400 * 86400},
-        {"age_s": -400 * 86400, "mtime_age_s": MAX_AGE_S + 60},
-        {"age_s": MAX_AGE_S + 60},
-        {"age_s": -400 * 86400, "mtime_age_s": -400 * 86400},
-        {"name": "backup.npz", "mtime_age_s": MAX_AGE_S + 60},
-        {"name": "1_2_3_4_5.npz", "mtime_age_s": MAX_AGE_S + 60},
-        {"tenant": "gone"},
+        ({"age_s": -400 * 86400}, True),  # the file says that it is of now
+        ({"age_s": -400 * 86400, "mtime_age_s": MAX_AGE_S + 60}, False),
+        ({"age_s": MAX_AGE_S + 60}, False),
+        ({"age_s": -400 * 86400, "mtime_age_s": -400 * 86400}, False),
+        ({"name": "backup.npz", "mtime_age_s": MAX_AGE_S + 60}, False),
+        ({"name": "1_2_3_4_5.npz", "mtime_age_s": MAX_AGE_S + 60}, False),
+        ({"tenant": "gone"}, False),
     ],
 )
-def test_what_is_odd_or_old_goes_and_the_rest_stays(tmp_path, odd):
-    odd = {"mtime_age_s": 0, **odd}
+def test_what_is_odd_or_old_goes_and_the_rest_stays(tmp_path, odd, stays):
     kept = stream(tmp_path / "records", age_s=MAX_AGE_S - 60)
-    gone = stream(tmp_path / "records", **odd)
+    other = stream(tmp_path / "records", **odd)
     (tmp_path / "records" / "folder").mkdir()
     recorder = Recorder()
     recorder.trim(tmp_path / "records", {""})
     recorder.close()
-    if "mtime_age_s" in odd and odd.get("age_s", 0) < 0 and odd["mtime_age_s"] == 0:
-        assert gone.exists(), "the file says that it is of now"
-    else:
-        assert not gone.exists()
-    assert kept.exists()
+    assert (kept.exists(), other.exists()) == (True, stays)
 
 
 def test_number_of_files_is_bounded(tmp_path):
     path = tmp_path / "records"
     for age_s in range(1, MAX_FILES + 200):
         stream(path, age_s=age_s)
-    recorder, buffer = Recorder(), Buffer()
-    buffer.take(0, torch.zeros(99, 2, 3))
+    recorder, buffer = Recorder(), filled(0, 99)
     for number in range(50):
         recorder.record(path, "", ended(f"s{number}", range(100)), buffer)
     recorder.close()
@@ -227,22 +234,12 @@ def test_versions_of_the_tenants_that_were_served_last_are_loaded(folder, monkey
         folder.consent(name, "own")
         publish(folder.store(f"tenant-{name}"), tenants=[name])
         folder.store(f"tenant-{name}").promote(1)
-    loaded = []
-
-    def load(directory):
-        loaded.append(directory)
-        return directory
-
+    load = Mock(side_effect=str)
     with closing(LoadedDrafters("base", load, folder)) as versions:
-        wait_until(lambda: len(loaded) == MAX_DRAFTERS)
+        wait_until(lambda: load.call_count == MAX_DRAFTERS)
         wait_until(lambda: versions.begin(f"{names[-1]}:1", 10).number == 1)
         drafted = [versions.choose(f"tenant-{name}", ("x", 0))[0] for name in names]
         assert sum(drafted) <= MAX_DRAFTERS
-
-
-def states(start, end):
-    """States that are the numbers of their positions."""
-    return torch.arange(start, end, dtype=torch.float32)[:, None, None].expand(-1, 2, 3)
 
 
 def positions(buffer):
@@ -289,9 +286,7 @@ def files(folder, recorder):
 @pytest.mark.parametrize(("first", "end"), [(0, 49), (0, 50), (30, 49), (0, 40)])
 def test_states_belong_to_the_tokens_of_their_positions(tmp_path, recorder, first, end):
     """The state of a position is that of its token, also if the last token has none, or one."""
-    buffer = Buffer()
-    buffer.take(first, states(first, end))
-    recorder.record(tmp_path, "acme", ended("session", range(50), 10), buffer)
+    recorder.record(tmp_path, "acme", ended("session", range(50), 10), filled(first, end))
     (path,) = files(tmp_path, recorder)
     with np.load(path) as stored:
         found = torch.from_numpy(stored["states"]).view(torch.bfloat16)[:, 0, 0]
@@ -306,14 +301,9 @@ def test_states_belong_to_the_tokens_of_their_positions(tmp_path, recorder, firs
 
 
 def test_short_streams_are_not_kept_and_old_ones_go(tmp_path, recorder):
-    def record(name, count):
-        buffer = Buffer()
-        buffer.take(0, states(0, count))
-        recorder.record(tmp_path, "", ended(name, range(count), 10), buffer)
-
-    record("short", 20)
+    recorder.record(tmp_path, "", ended("short", range(20), 10), filled(0, 20))
     for number in range(20):
-        record(f"session {number}", 200)
+        recorder.record(tmp_path, "", ended(f"session {number}", range(200), 10), filled(0, 200))
         time.sleep(0.001)
     kept = files(tmp_path, recorder)
     assert 2 <= len(kept) < 20
@@ -322,13 +312,11 @@ def test_short_streams_are_not_kept_and_old_ones_go(tmp_path, recorder):
 
 
 def test_full_disk_costs_a_stream_and_leaves_no_part_of_it(tmp_path, recorder, caplog):
-    buffer = Buffer()
-    buffer.take(0, states(0, 50))
     with largest_file(100):
-        recorder.record(tmp_path, "", ended("a", range(50), 10), buffer)
+        recorder.record(tmp_path, "", ended("a", range(50), 10), filled(0, 50))
         wait_until(lambda: caplog.records)
     assert not list(tmp_path.iterdir())
-    recorder.record(tmp_path, "", ended("b", range(50), 10), buffer)
+    recorder.record(tmp_path, "", ended("b", range(50), 10), filled(0, 50))
     assert len(files(tmp_path, recorder)) == 1
 
 
@@ -349,9 +337,7 @@ def test_what_a_killed_worker_wrote_of_a_stream_leaves_with_its_session_or_tenan
 
 
 def test_deleted_session_leaves_also_if_it_waits_for_the_disk(tmp_path, recorder):
-    buffer = Buffer()
-    buffer.take(0, states(0, 50))
     for name in ("a", "b", "a"):
-        recorder.record(tmp_path, "", ended(name, range(50), 10), buffer)
+        recorder.record(tmp_path, "", ended(name, range(50), 10), filled(0, 50))
     recorder.forget(tmp_path, "a")
     assert len(files(tmp_path, recorder)) == 1

@@ -9,46 +9,60 @@ from gammaray.errors import InvalidArgumentError
 from gammaray.receipts.keys import b64, published, read_receipt_keys, rotate
 from services.receipts.__main__ import check_file, summaries
 from services.receipts.check import ReceiptVerdict
-from tests.support.receipt_helpers import made_up_receipt
+from tests.support.receipt_helpers import RECEIPT
 from tests.support.scripted_http import scripted
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "receipts.json"
+def keys(tmp_path):
+    """A file with a key."""
+    path = tmp_path / "receipts.json"
+    rotate(path)
+    return path
 
 
 @pytest.fixture
-def receipt():
-    return made_up_receipt()
-
-
-def test_check_refuses_without_loading_a_model(path, receipt, tmp_path, capsys):
+def others(tmp_path):
+    """A file with another key."""
+    path = tmp_path / "other.json"
     rotate(path)
-    rotate(tmp_path / "other.json")
-    text = receipt.signed(read_receipt_keys(path)[0])
-    file = tmp_path / "receipts.txt"
-    file.write_text(f"{text[:-9]}\n\n{text}\n")
-    assert check_file(file, "/none", str(tmp_path / "other.json"), as_json=True) == 2
-    cut, foreign = map(json.loads, capsys.readouterr().out.splitlines())
+    return path
+
+
+@pytest.fixture
+def text(keys):
+    """A receipt of the first key."""
+    return RECEIPT.signed(read_receipt_keys(keys)[0])
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """Check the text of a file in which no receipt is valid; return the lines that are printed."""
+
+    def check(text, key, **options):
+        file = tmp_path / "receipts.txt"
+        file.write_text(text)
+        assert check_file(file, "/none", str(key), **options) == 2
+        return capsys.readouterr().out.splitlines()
+
+    return check
+
+
+def test_check_refuses_without_loading_a_model(text, others, refused):
+    cut, foreign = map(json.loads, refused(f"{text[:-9]}\n\n{text}\n", others, as_json=True))
     assert (cut["receipt"], cut["result"], foreign["result"]) == (1, "refused", "refused")
     assert "cut" in cut["reason"]
     assert "kid" in foreign["reason"]
-    file.write_text("\n")
     with pytest.raises(InvalidArgumentError, match="without receipts"):
-        check_file(file, "/none")
+        refused("\n", others)
 
 
-def test_check_reads_keys_from_a_url(path, receipt, tmp_path, capsys):
-    keys = published(rotate(path))
-    rotate(tmp_path / "other.json")
-    file = tmp_path / "receipts.txt"
-    file.write_text(receipt.signed(read_receipt_keys(tmp_path / "other.json")[0]))
-    with scripted(lambda path, body: (200, keys)) as (url, _):
-        assert check_file(file, "/none", url) == 2
-    assert read_receipt_keys(path)[0].kid in capsys.readouterr().out
+def test_check_reads_keys_from_a_url(text, others, refused):
+    with scripted(lambda path, body: (200, published(read_receipt_keys(others)))) as (url, _):
+        (line,) = refused(text, url)
+    assert read_receipt_keys(others)[0].kid in line
     with pytest.raises(InvalidArgumentError, match=f"key: got {url}"):
-        check_file(file, "/none", url)
+        refused(text, url)
 
 
 NESTED = b"[" * 100_000
@@ -59,40 +73,29 @@ HEADER = b'{"alg":"EdDSA","kid":"\\u001b]0;title\\u0007\\u009b2J\\u202e\\ud800",
     ("header", "payload"),
     [(NESTED, b"{}"), (HEADER, b'{"version":' + NESTED), (HEADER, b"null"), (HEADER, b'{"version":1}')],
 )
-def test_bad_line_is_refused_and_the_next_one_judged(path, receipt, tmp_path, capsys, header, payload):
-    rotate(path)
-    file = tmp_path / "receipts.txt"
-    other = receipt.signed(read_receipt_keys(path)[0])
-    file.write_text(f"{b64(header)}.{b64(payload)}.{b64(bytes(64))}\n{other}\n")
-    keys = tmp_path / "other.json"
+def test_bad_line_is_refused_and_the_next_one_judged(text, tmp_path, refused, header, payload):
+    keys = tmp_path / "none.json"
     keys.write_text('{"keys": []}')
-    assert check_file(file, "/none", str(keys)) == 2
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = refused(f"{b64(header)}.{b64(payload)}.{b64(bytes(64))}\n{text}\n", keys)
     assert first.startswith("receipt 1: refused (dtype unknown): ")
     assert second.startswith("receipt 2: refused (float32): receipt.kid: got ")
 
 
-def test_text_of_a_receipt_reaches_the_terminal_without_control_characters(path, receipt, tmp_path, capsys):
-    rotate(path)
-    file = tmp_path / "receipts.txt"
-    _, payload, signature = receipt.signed(read_receipt_keys(path)[0]).split(".")
-    file.write_text(f"{b64(HEADER)}.{payload}.{signature}\n")
-    assert check_file(file, "/none", str(path)) == 2
-    (line,) = capsys.readouterr().out.splitlines()
+def test_text_of_a_receipt_reaches_the_terminal_without_control_characters(text, keys, refused):
+    _, payload, signature = text.split(".")
+    (line,) = refused(f"{b64(HEADER)}.{payload}.{signature}\n", keys)
     assert line.isprintable()
     assert r"\u001b]0;title\u0007\u009b2J\u202e\ud800" in line
 
 
 @pytest.mark.parametrize(("published_dtypes", "dtype"), [(["bfloat16"], None), (["float32"], "bfloat16")])
 def test_receipt_of_another_dtype_than_demanded_is_refused(
-    path, receipt, tmp_path, capsys, published_dtypes, dtype
+    text, keys, tmp_path, refused, published_dtypes, dtype
 ):
-    keys = tmp_path / "public.json"
-    keys.write_text(json.dumps(published(rotate(path), published_dtypes)))
-    file = tmp_path / "receipts.txt"
-    file.write_text(receipt.signed(read_receipt_keys(path)[0]))
-    assert check_file(file, "/none", str(keys), dtype=dtype) == 2
-    assert "refused (float32): model_identity: got float32, allowed: bfloat16" in capsys.readouterr().out
+    public = tmp_path / "public.json"
+    public.write_text(json.dumps(published(read_receipt_keys(keys), published_dtypes)))
+    (line,) = refused(text, public, dtype=dtype)
+    assert "refused (float32): model_identity: got float32, allowed: bfloat16" in line
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Grammars of a worker's sessions: one compiler for all of them, whatever ends a completion."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from gammaray.demo_pair import resolve_model
@@ -12,12 +14,7 @@ VOCAB_SIZE = 2048
 
 
 def test_stop_tokens_of_requests_do_not_make_further_compilers(monkeypatch):
-    made = []
-
-    def making(*args):
-        made.append(args)
-        return GrammarCompiler(*args)
-
+    making = Mock(wraps=GrammarCompiler)
     monkeypatch.setattr(grammars, "GrammarCompiler", making)
     worker = Grammars(resolve_model("demo"), VOCAB_SIZE)
     for stop in range(40, 60):
@@ -25,7 +22,7 @@ def test_stop_tokens_of_requests_do_not_make_further_compilers(monkeypatch):
         assert not state.is_ended
         state.extend([stop])
         assert state.is_ended
-    assert len(made) == 1
+    making.assert_called_once()
 
 
 def test_worker_refuses_what_compiles_without_limits():

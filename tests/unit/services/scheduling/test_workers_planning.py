@@ -21,12 +21,12 @@ def task(session_id="s", tokens=(1, 2, 3), start=0, epoch=1, spec=SPEC):
     return Session((), name=session_id, epoch=epoch).block(spec=spec, **context)
 
 
-def block(name, num_committed, num_nodes=0, sample_index=0):
+def block(name, num_committed, num_nodes=0, sample_index=0, is_scored=False):
     tokens = list(range(num_committed))
     session = SessionCopy(name, 1, replace(SPEC, params=replace(SPEC.params, sample_index=sample_index)))
     session.tokens = tokens
     nodes = [1000 + node for node in range(num_nodes)]
-    return Running(task(name, tokens), session, nodes, num_logits=num_nodes + 1)
+    return Running(task(name, tokens), session, nodes, num_logits=num_nodes + 1, is_scored=is_scored)
 
 
 def shape(batch):
@@ -37,14 +37,8 @@ def planned(blocks, cached=None, budget=100, chunk=32):
     return plan(blocks, lambda name: (cached or {}).get(name, 0), Limits(budget, chunk))
 
 
-def scored(name, num_committed, num_nodes=0):
-    running = block(name, num_committed, num_nodes)
-    running.is_scored = True
-    return running
-
-
 def test_plan_scored_prompts_ask_for_all_logits_of_few_rows_at_a_time():
-    blocks = [scored("a", 30, num_nodes=4), scored("b", 9), block("c", 20)]
+    blocks = [block("a", 30, num_nodes=4, is_scored=True), block("b", 9, is_scored=True), block("c", 20)]
     cached, seen = {}, []
     while blocks:
         batch = plan(blocks, lambda name: cached.get(name, 0), Limits(100, 32, max_scored_rows=8))

@@ -1,6 +1,7 @@
 """Drafts with other tokens than the target, and heads with fewer: which noise, which distribution."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ COMMON = TRANSLATION.common
 PROMPT = TARGET.encode(b"ab")
 BASE = len(PROMPT)
 FAIR, BIASED = 1e-3, 1e-6
+ENGINE = SimpleNamespace(max_context=100, device=torch.device("cpu"), mask_token=None, target_taps=())
+"""A draft model whose logits the tests give."""
 
 
 def session_of(method=COUPLED, noise=None, eos=(), **params):
@@ -50,15 +53,9 @@ def logits_of(vocabulary, probs):
     return row
 
 
-class Engine:
-    """A draft model whose logits the tests give."""
-
-    max_context, device, mask_token, target_taps = 100, torch.device("cpu"), None, ()
-
-
 def proposal_of(session, *rows, bits=12):
     """Return the proposal of as many tokens as there are rows of logits, and the draft tokens fed for it."""
-    model = DraftModel(Engine(), top_k=64, bits=bits, translation=TRANSLATION)
+    model = DraftModel(ENGINE, top_k=64, bits=bits, translation=TRANSLATION)
     speculation = Speculation(model, session)
     speculation.translate()
     speculation.begin()
@@ -165,14 +162,8 @@ def test_chain_ends_after_the_end_of_sequence():
 VOCAB, OUTPUTS, FIRST, ROWS = 2000, 300, 7, 40
 IDS = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:OUTPUTS].sort().values
 REDUCED = DraftFormat(VOCAB, None, IDS)
-
-
-class ReducedHead:
-    """A head whose logits the tests give."""
-
-    @staticmethod
-    def keep_reduced():
-        return REDUCED
+HEAD = SimpleNamespace(keep_reduced=lambda: REDUCED)
+"""A head whose logits the tests give."""
 
 
 @pytest.mark.parametrize(
@@ -193,7 +184,7 @@ def test_choices_and_confidences_are_those_over_all_tokens(params):
     session.noise = Noise(5, 0, VOCAB)
     logits = 3 * torch.randn(ROWS, OUTPUTS, generator=torch.Generator().manual_seed(2))
     positions = range(FIRST, FIRST + ROWS)
-    made = Predictor(DraftModel(ReducedHead()), session).predict(logits, positions, lambda: [[]] * ROWS)
+    made = Predictor(DraftModel(HEAD), session).predict(logits, positions, lambda: [[]] * ROWS)
     every = REDUCED.with_all_tokens(logits)
     for token_id, bias in params.logit_bias.items():
         every[:, token_id] += bias

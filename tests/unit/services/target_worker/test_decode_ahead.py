@@ -10,9 +10,10 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.loader import load_engine
 from services.own import target_scheduler
 from services.own.target_scheduler import TargetScheduler
-from services.scheduling.tasks import AheadTokens, Release
+from services.scheduling.tasks import AheadTokens, Release, VerifyTask
 from tests.support.engine_helpers import LIMITS, random_tokens, tiny_model
 from tests.support.target_helpers import Run
+from tests.support.vllm_helpers import NOTHING
 
 PROMPT = random_tokens(20, seed=3)
 PARAMS = SamplingParams(temperature=1.0, seed=7, frequency_penalty=0.5)
@@ -36,11 +37,17 @@ def plain_tokens(model: Any, count: int, **fields: Any) -> list[int]:
     return run.tokens[len(PROMPT) :]
 
 
-def decoded(scheduler: TargetScheduler, run: Run, num_ahead: int) -> list[AheadTokens]:
-    """Ask for one token and `num_ahead` more; return those, and let the run commit all of them."""
-    block = run.block(PLAIN)
+def ask(run: Run, num_ahead: int = 30, proposal: Proposal = NOTHING) -> VerifyTask:
+    """Ask for one token and `num_ahead` more; return the block, whose verdict the run has taken."""
+    block = run.block(PLAIN, proposal)
     block.num_ahead = num_ahead
     run.ask(block)
+    return block
+
+
+def decoded(scheduler: TargetScheduler, run: Run, num_ahead: int) -> list[AheadTokens]:
+    """Ask for one token and `num_ahead` more; return those, and let the run commit all of them."""
+    ask(run, num_ahead)
     messages = []
     while scheduler.has_work:
         messages += [reply.outcome for _, reply in scheduler.step()]
@@ -75,9 +82,7 @@ def test_an_end_token_is_the_last(model, scheduler):
 
 def test_another_block_ends_it_and_gets_its_own_tokens(model, scheduler):
     run = Run(scheduler, PROMPT, PARAMS)
-    block = run.block(PLAIN)
-    block.num_ahead = 30
-    run.ask(block)
+    ask(run)
     for _ in range(3):
         scheduler.step()
     for _ in range(4):
@@ -87,10 +92,7 @@ def test_another_block_ends_it_and_gets_its_own_tokens(model, scheduler):
 
 
 def test_a_release_ends_it(scheduler):
-    run = Run(scheduler, PROMPT, PARAMS)
-    block = run.block(PLAIN)
-    block.num_ahead = 30
-    run.ask(block)
+    block = ask(Run(scheduler, PROMPT, PARAMS))
     scheduler.step()
     scheduler.release([Release(block.session_id, block.epoch)])
     ((_, reply),) = scheduler.step()
@@ -100,10 +102,7 @@ def test_a_release_ends_it(scheduler):
 
 
 def test_a_block_with_a_proposal_is_not_decoded_ahead(scheduler):
-    run = Run(scheduler, PROMPT, PARAMS)
-    block = run.block(PLAIN, Proposal((5, 6)))
-    block.num_ahead = 5
-    run.ask(block)
+    ask(Run(scheduler, PROMPT, PARAMS), 5, Proposal((5, 6)))
     assert not scheduler.has_work
 
 
@@ -111,9 +110,7 @@ def test_what_was_sent_a_part_goes_behind_the_blocks_that_came_meanwhile(schedul
     monkeypatch.setattr(target_scheduler, "AHEAD_PERIOD_S", 0.0)
     run, newcomer = Run(scheduler, PROMPT, PARAMS), Run(scheduler, random_tokens(90, seed=4), PARAMS)
     scheduler.batcher.budget.num_tokens = 30  # the newcomer's prompt takes several steps
-    block = run.block(PLAIN)
-    block.num_ahead = 30
-    run.ask(block)
+    ask(run)
     scheduler.submit([newcomer.block(PLAIN)])
     orders = []
     for _ in range(2):

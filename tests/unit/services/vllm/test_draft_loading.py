@@ -10,29 +10,20 @@ from gammaray.errors import InvalidArgumentError
 from services.vllm.loading import check_draft
 from tests.support.engine_helpers import tiny_model
 
+TARGET, DRAFT = (resolve_model("demo", role, "model") for role in ("target", "draft"))
 HEAD = Path(__file__).parents[4] / "benchmarks/heads/smollm2"
 
 
-@pytest.fixture
-def target():
-    return resolve_model("demo", "target", "model")
-
-
-@pytest.fixture
-def draft():
-    return resolve_model("demo", "draft", "model")
-
-
-def test_a_draft_model_of_the_same_vocabulary_is_served(draft, target):
-    check_draft(draft, target, DraftSettings())
-    check_draft(draft, "", DraftSettings())
+def test_a_draft_model_of_the_same_vocabulary_is_served():
+    check_draft(DRAFT, TARGET, DraftSettings())
+    check_draft(DRAFT, "", DraftSettings())
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "field", "words"),
     [
-        ("", {"draft_weights": "int8"}, "draft_weights", ""),
-        ("", {"deterministic": True}, "deterministic", ""),
+        (DRAFT, {"draft_weights": "int8"}, "draft_weights", ""),
+        (DRAFT, {"deterministic": True}, "deterministic", ""),
         ("early-exit:2", {}, "model", "causal model"),
         (str(HEAD), {}, "model", "causal model"),
         ({"pard_token": 5}, {}, "model", "causal model"),
@@ -40,10 +31,7 @@ def test_a_draft_model_of_the_same_vocabulary_is_served(draft, target):
         ({}, {}, "model", "vocabulary"),
     ],
 )
-def test_drafters_and_settings_of_other_engines_are_refused(
-    tmp_path, draft, target, name, settings, field, words
-):
-    name = str(tiny_model("llama", tmp_path, **name)) if isinstance(name, dict) else name or draft
-    with pytest.raises(InvalidArgumentError, match=f"{words}.* with vLLM as the engine") as caught:
-        check_draft(name, target, DraftSettings(**settings))
-    assert caught.value.field == field
+def test_drafters_and_settings_of_other_engines_are_refused(tmp_path, name, settings, field, words):
+    name = str(tiny_model("llama", tmp_path, **name)) if isinstance(name, dict) else name
+    with pytest.raises(InvalidArgumentError, match=f"^{field}: got .*{words}.* with vLLM as the engine"):
+        check_draft(name, TARGET, DraftSettings(**settings))

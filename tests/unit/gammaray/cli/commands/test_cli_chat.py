@@ -60,6 +60,7 @@ def test_control_characters_never_reach_a_terminal(serve, monkeypatch):
     assert "\x1b[2J" not in result.stdout
 
 
+ADA = (b'{"name":', b' "Ada', b'"}')
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 
 
@@ -79,8 +80,7 @@ class Person(BaseModel):
 
 
 def test_chat_object_parses_an_answer(serve):
-    pieces = (b'{"name":', b' "Ada', b'"}')
-    backend = ScriptedBackend(pieces=pieces)
+    backend = ScriptedBackend(pieces=ADA)
     conversation = Chat(serve(backend))
     assert conversation.parsed is None
     said = "".join(piece.text for piece in conversation.ask("hi", json_schema=Person))
@@ -96,9 +96,7 @@ def test_chat_object_parses_an_answer(serve):
 
 
 def test_chat_object_of_a_cut_answer_is_an_error(serve):
-    conversation = Chat(
-        serve(ScriptedBackend(pieces=(b'{"name":', b' "Ada', b'"}'))), options={"max_tokens": 2}
-    )
+    conversation = Chat(serve(ScriptedBackend(pieces=ADA)), options={"max_tokens": 2})
     list(conversation.ask("hi", json_schema=Person))
     with pytest.raises(errors.IncompleteOutputError) as caught:
         conversation.parsed  # noqa: B018  # a property
@@ -136,9 +134,7 @@ def test_chat_continues_after_an_error(serve):
 
 
 def test_chat_without_a_server_ends_with_3():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-    result = chat(url, "hi\n")
+    result = chat("http://127.0.0.1:1", "hi\n")
     assert result.exit_code == 3
     assert "is a cluster running there?" in result.stderr
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import asynccontextmanager
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -23,9 +24,6 @@ def invoke(monkeypatch):
             started.append(models)
             yield LocalCluster("http://127.0.0.1:1", "127.0.0.1:2")
 
-        async def status(client):
-            return []
-
         async def run_bench(client, settings, prompts, advance, show):
             asked.append((settings, prompts))
             speedup = next(left)
@@ -34,7 +32,7 @@ def invoke(monkeypatch):
             return result(row(4, speedup))
 
         monkeypatch.setattr(command, "local_cluster", local_cluster)
-        monkeypatch.setattr(command.AsyncClient, "status", status)
+        monkeypatch.setattr(command.AsyncClient, "status", AsyncMock(return_value=[]))
         monkeypatch.setattr(command, "run_bench", run_bench)
         return cli_helpers.invoke("qualify", "--target", "t", *arguments), started, asked
 

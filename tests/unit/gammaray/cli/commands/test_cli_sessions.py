@@ -12,7 +12,7 @@ from gammaray.v1 import types_pb2
 from gammaray.wire.convert import token_to_proto
 from gammaray.wire.sessions import info_from_proto, info_to_proto
 from tests.support.cli_helpers import invoke
-from tests.support.sdk_helpers import ScriptedService, last, piece, serve_in_thread
+from tests.support.sdk_helpers import ScriptedService, answer, last, piece, serve_in_thread
 
 RUNNING = SessionInfo("mine", 1, SessionState.RUNNING, None, 5, 7, 2**64 - 1, 3, 1_700_000_000_000, 59_400)
 CANCELLED = SessionInfo("old", 0, SessionState.FINISHED, FinishReason.CANCELLED, 5, 2, 1, 2, 0, 1000)
@@ -45,11 +45,7 @@ class Sessions(ScriptedService):
 
 @pytest.fixture
 def service():
-    async def rest(request, attempt):
-        yield piece("the ")
-        yield last("rest")
-
-    return Sessions(rest)
+    return Sessions(answer(piece("the "), last("rest")))
 
 
 @pytest.fixture

@@ -5,16 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import gammaray
 from gammaray.cli.commands import up
 from gammaray.config import ClusterSettings, PoolSize
 from orchestrator.launcher.cluster import parse_options
+from tests.support.own_process import ROOT
 
-ROOT = Path(gammaray.__file__).parents[1]
 WAIT_S = 120.0
 
 STAND_IN = """

@@ -76,9 +76,9 @@ async def test_chat_prediction_of_text_parts_reaches_every_choice(backend):
 
 
 async def test_completion_defaults_are_those_of_openai(backend):
-    await complete(backend, prompt="x", temperature=None, stop=None, gammaray={"gamma": None})
+    await complete(backend, prompt="x", temperature=None, stop=None, store=None, gammaray={"gamma": None})
     (request,) = backend.requests
-    assert request.max_tokens == 16
+    assert (request.max_tokens, request.store) == (16, True)
     assert request.sampling == SamplingParams()
     assert request.gamma == GammaPolicy()
 
@@ -190,20 +190,6 @@ RANKED = [
 ]
 
 
-async def test_echo_with_logprobs_covers_the_prompt_and_then_the_completion():
-    answer = await complete(ScriptedBackend(), prompt=PROMPT, echo=True, logprobs=1, max_tokens=1)
-    check_answer("/v1/completions", answer.json())
-    (choice,) = answer.json()["choices"]
-    assert choice["text"] == "<7><8><9>caf"
-    assert choice["logprobs"] == {
-        "tokens": [*LOGPROBS["tokens"], "caf"],
-        "token_logprobs": [*LOGPROBS["token_logprobs"], -0.5],
-        "top_logprobs": [*LOGPROBS["top_logprobs"], {"t0": -1.0, "caf": -0.5}],
-        "text_offset": [*LOGPROBS["text_offset"], 9],
-    }
-    assert "prompt_logprobs" not in choice
-
-
 async def test_echo_of_no_tokens_is_the_prompt_alone_with_logprobs_of_two_numbers(backend):
     answer = await complete(backend, prompt=PROMPT, echo=True, logprobs=1, prompt_logprobs=0, max_tokens=0)
     check_answer("/v1/completions", answer.json())
@@ -226,6 +212,7 @@ async def test_prompt_logprobs_of_a_chat_are_at_the_root_and_computed_once(backe
 
 @pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, [4, 5]]])
 async def test_the_first_sample_of_a_prompt_scores_it_for_all_its_samples(backend, prompts):
+    """Log-probabilities of an echo cover the prompt and then the completion."""
     body = {"prompt": prompts, "n": 3, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "max_tokens": 1}
     answer = await complete(backend, **body)
     check_answer("/v1/completions", answer.json())
@@ -240,8 +227,12 @@ async def test_the_first_sample_of_a_prompt_scores_it_for_all_its_samples(backen
     for choice in choices[:3]:
         assert choice["text"] == "<7><8><9>caf"
         assert choice["prompt_logprobs"] == RANKED
-        assert choice["logprobs"]["tokens"] == [*LOGPROBS["tokens"], "caf"]
-        assert choice["logprobs"]["top_logprobs"][:3] == LOGPROBS["top_logprobs"]
+        assert choice["logprobs"] == {
+            "tokens": [*LOGPROBS["tokens"], "caf"],
+            "token_logprobs": [*LOGPROBS["token_logprobs"], -0.5],
+            "top_logprobs": [*LOGPROBS["top_logprobs"], {"t0": -1.0, "caf": -0.5}],
+            "text_offset": [*LOGPROBS["text_offset"], 9],
+        }
     for choice in choices[3:]:
         assert choice["logprobs"]["tokens"] == ["<4>", "<5>", "caf"]
         assert list(choice["prompt_logprobs"][1]) == ["6", "5"]
@@ -256,6 +247,7 @@ async def test_offsets_leave_out_the_special_tokens_that_the_text_leaves_out(pro
     (choice,) = (await complete(ScriptedBackend(), **body)).json()["choices"]
     assert choice["text"] == text
     assert choice["logprobs"]["text_offset"] == offsets
+    assert "prompt_logprobs" not in choice
 
 
 async def test_streams_of_samples_contain_prompt_logprobs_once():

@@ -107,9 +107,3 @@ async def test_turns_are_for_completions_and_not_for_chats():
     assert (request.session_id, request.turn) == ("mine", 2)
     answer = await call(scripted, path=CHATS, json={"messages": CHAT, "gammaray": turn})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "gammaray.turn")
-
-
-async def test_completions_are_stored_unless_refused():
-    scripted = backend()
-    assert (await call(scripted, json={"prompt": "x", "store": None})).status_code == 200
-    assert scripted.requests[0].store is True

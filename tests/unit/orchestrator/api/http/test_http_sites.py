@@ -119,15 +119,23 @@ async def test_content_type_may_have_capitals_and_parameters():
     assert answer.status_code == 200, answer.text
 
 
-async def test_with_keys_any_host_and_origin_are_accepted(tmp_path):
+@pytest.fixture
+def door(tmp_path):
     path = tmp_path / "keys.json"
-    key = create_key(path, "acme")[1]
+    keys = [create_key(path, tenant)[1] for tenant in ("acme", "beta")]
+    return Authenticator(path), keys
+
+
+def bearer(key, **headers):
+    return {"authorization": f"Bearer {key}", **headers}
+
+
+async def test_with_keys_any_host_and_origin_are_accepted(door):
+    authenticator, (acme, _) = door
     headers = {**JSON, "host": "gammaray.example.com", "origin": "https://app.example.org"}
-    answer, _ = await send(headers=headers, authenticator=Authenticator(path))
-    assert answer.status_code == 401
-    headers["authorization"] = f"Bearer {key}"
-    answer, _ = await send(headers=headers, authenticator=Authenticator(path))
-    assert answer.status_code == 200, answer.text
+    for given, status in ((headers, 401), (bearer(acme, **headers), 200)):
+        answer, _ = await send(headers=given, authenticator=authenticator)
+        assert answer.status_code == status, answer.text
 
 
 @pytest.mark.parametrize("allowed", ["http://a", "a:80", "a b", "a..b", "a,,b", "[::1]"])
@@ -153,12 +161,10 @@ PREFLIGHT = {
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
-async def test_browser_applications_of_named_origins_may_call(with_keys, tmp_path):
-    path, origins = tmp_path / "keys.json", "http://localhost:3000, app://obsidian.md"
-    key = create_key(path, "acme")[1]
-    door = Authenticator(path) if with_keys else None
-    own = {"authorization": f"Bearer {key}"} if with_keys else {}
-    async with http_client(ScriptedBackend(), authenticator=door, cors_origins=origins) as http:
+async def test_browser_applications_of_named_origins_may_call(with_keys, door):
+    own, authenticator = (bearer(door[1][0]), door[0]) if with_keys else ({}, None)
+    origins = "http://localhost:3000, app://obsidian.md"
+    async with http_client(ScriptedBackend(), authenticator=authenticator, cors_origins=origins) as http:
 
         async def ask(origin, method="POST", route="/v1/completions", body="{}", **headers):
             headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -202,17 +208,6 @@ def test_all_origins_need_keys_and_origins_have_their_form():
 
 
 PROMPT = {"prompt": "x"}
-
-
-@pytest.fixture
-def door(tmp_path):
-    path = tmp_path / "keys.json"
-    keys = [create_key(path, tenant)[1] for tenant in ("acme", "beta")]
-    return Authenticator(path), keys
-
-
-def bearer(key, **headers):
-    return {"authorization": f"Bearer {key}", **headers}
 
 
 async def test_http_every_route_but_the_public_ones_needs_a_key(door):

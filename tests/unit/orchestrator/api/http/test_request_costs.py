@@ -6,6 +6,7 @@ import json
 import random
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -186,11 +187,7 @@ async def test_grpc_requests_use_bounded_loop_time(backend, fields):
     data = data.SerializeToString()
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 * 2**20)])
 
-    class Methods:
-        def __getattr__(self, name):
-            return GenerationServicer(backend).generate
-
-    add_generation_service(Methods(), server)
+    add_generation_service(Mock(Generate=GenerationServicer(backend).generate), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
 

@@ -7,7 +7,7 @@ import tracemalloc
 import httpx
 import pytest
 
-from gammaray.types import EmittedToken, FinishReason, TokenOrigin, TopLogprob, Usage
+from gammaray.types import Chunk, EmittedToken, FinishReason, TokenOrigin, TopLogprob, Usage
 from orchestrator.api.http import requests, responses
 from orchestrator.api.http.requests import LOGPROB_BYTES, MAX_RESPONSE_BYTES, TOKEN_BYTES
 from orchestrator.api.http.server.app import create_app
@@ -51,19 +51,11 @@ class LongBackend(ScriptedBackend):
         try:
             for offset in range(0, request.max_tokens, CHUNK_TOKENS):
                 await asyncio.sleep(0)
-                whole = self._chunk(request, [b"a"] * request.max_tokens, request.max_tokens - 1, b"a")
+                name = request.session_id or f"s{request.sampling.sample_index}"
+                end = (FinishReason.LENGTH, Usage(5, request.max_tokens, 0, 0, 0), SUMMARY)
                 is_last = offset + CHUNK_TOKENS >= request.max_tokens
-                yield type(whole)(
-                    session_id=whole.session_id,
-                    text=TEXT,
-                    tokens=made_tokens(),
-                    seed=0,
-                    finish_reason=FinishReason.LENGTH if is_last else None,
-                    usage=Usage(5, request.max_tokens, 0, 0, 0) if is_last else None,
-                    summary=SUMMARY if is_last else None,
-                    offset=offset,
-                    prompt_tokens=5,
-                )
+                more = end if is_last else ()
+                yield Chunk(name, TEXT, made_tokens(), 0, *more, offset=offset, prompt_tokens=5)
         finally:
             self.num_open -= 1
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,9 +84,8 @@ def test_model_with_a_number_that_is_none_is_refused_with_the_field(model, field
     ],
 )
 def test_settings_of_the_rotary_embedding_are_checked_at_every_depth(rope, field):
-    with pytest.raises(InvalidModelError) as refused:
+    with pytest.raises(InvalidModelError, match=rf"config\.json: rope_parameters\.{field}: got"):
         check_fields("model", {"text_config": {"rope_parameters": rope}})
-    assert refused.value.field == f"rope_parameters.{field}"
 
 
 def test_configuration_that_describes_more_than_its_files_hold_is_refused_before_memory_is_taken(model):
@@ -150,7 +150,7 @@ def test_layout_that_the_kernel_would_misread_is_refused(model, field, value):
 Tensors = dict[str, Tensor]
 
 
-def checkpoint_of(tmp_path: Path, change: Callable[[Tensors], Tensors], **settings: Any) -> str:
+def checkpoint_of(tmp_path: Path, change: Callable[[Tensors], Tensors] = dict, **settings: Any) -> str:
     """A tiny Llama with changed tensors and configuration."""
     folder = tiny_model("llama", tmp_path, head_dim=16, hidden_size=64, intermediate_size=128)
     file = folder / "model.safetensors"
@@ -158,10 +158,6 @@ def checkpoint_of(tmp_path: Path, change: Callable[[Tensors], Tensors], **settin
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **settings}))
     return str(folder)
-
-
-def unchanged(tensors: Tensors) -> Tensors:
-    return tensors
 
 
 def scaled(tensors: Tensors) -> Tensors:
@@ -185,7 +181,7 @@ def scaled(tensors: Tensors) -> Tensors:
 def test_load_of_quantised_weights_is_refused_with_the_method_and_what_serves_it(
     quantisation, named, tmp_path
 ):
-    given = checkpoint_of(tmp_path, unchanged, quantization_config=quantisation)
+    given = checkpoint_of(tmp_path, quantization_config=quantisation)
     reason = f"quantised{named}, which the engine vllm alone serves; name the unquantised checkpoint"
     with pytest.raises(UnsupportedModelError, match=reason):
         load_engine(given, device="cpu")
@@ -246,11 +242,7 @@ def test_load_tied_head_in_the_checkpoint_accepted(same, tmp_path):
 
 
 def test_load_model_that_fails_in_its_first_forward_refused(tmp_path, monkeypatch):
-    given = checkpoint_of(tmp_path, unchanged)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ImportError("no such kernel")
-
+    fail = Mock(side_effect=ImportError("no such kernel"))
     monkeypatch.setattr("services.engine.loader.probe_model", fail)
     with pytest.raises(UnsupportedModelError, match="do not run on cpu: no such kernel"):
-        load_engine(given, device="cpu")
+        load_engine(checkpoint_of(tmp_path), device="cpu")

@@ -22,7 +22,6 @@ from services.engine.core.quantised import QuantisedMatrix, quantise, quantise_m
 from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine, load_worker_engine
 from services.engine.native import library as guesses
-from services.engine.native import weights
 from services.engine.native import weights as packing
 from services.engine.native.library import Kernel, open_kernel, top_k_tokens, usable_variants
 from services.engine.native.runner import NativeRunner
@@ -39,11 +38,16 @@ from tests.support.engine_helpers import (
 )
 
 
-@pytest.mark.parametrize("variant", usable_variants())
+@pytest.fixture(params=usable_variants())
+def variant(request, monkeypatch):
+    """An instruction set, for which models are laid out in a test."""
+    monkeypatch.setattr(packing, "load_kernel", lambda *_: open_kernel(request.param))
+    return request.param
+
+
 @pytest.mark.parametrize("bfloat16", [False, True])
-def test_native_path_every_instruction_set_exact(variant, bfloat16, tmp_path, monkeypatch):
+def test_native_path_every_instruction_set_exact(variant, bfloat16, tmp_path):
     """Heads of 8 numbers and states of 20: shorter than a vector of AVX-512, or no whole ones."""
-    monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = tiny_model("qwen3", tmp_path, bfloat16=bfloat16, hidden_size=20)
     engine = load_engine(str(directory), deterministic=True)
     assert isinstance(engine.runner, NativeRunner)
@@ -59,14 +63,12 @@ HEADS = [(4, 2, 64), (2, 1, 128), (20, 1, 8), (6, 2, 24), (3, 3, 40)]
 """Query heads, key heads and their numbers: groups in one part and in two, whole vectors and not."""
 
 
-@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("window", [5, 4096])
 def test_native_path_attention_is_exact_and_independent_of_other_rows(
-    variant, heads, kv_heads, head_dim, window, tmp_path, monkeypatch
+    variant, heads, kv_heads, head_dim, window, tmp_path
 ):
     """Rows that share keys are computed together; none may get another bit by that."""
-    monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
     directory = tiny_model(
         "mistral",
         tmp_path,
@@ -90,7 +92,7 @@ def test_native_path_attention_is_exact_and_independent_of_other_rows(
 
 
 def test_missing_native_path_uses_the_general_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
+    monkeypatch.setattr(packing, "load_kernel", lambda *_: Kernel(None, reason="no C compiler"))
     engine = load_engine(str(tiny_model("llama", tmp_path)))
     assert isinstance(engine.runner, TransformersRunner)
     assert engine.kernel == "none: no C compiler"
@@ -160,10 +162,8 @@ def test_top_k_is_the_same_without_the_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("first", [(5,), (9, 2, 5)])
-def test_chain_equals_single_steps(first, variant, noisy, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
+def test_chain_equals_single_steps(first, variant, noisy, tmp_path):
     directory = str(tiny_model("qwen3", tmp_path))
     ours, theirs = load_engine(directory), load_engine(directory)
     noise = Noise(7, 0, ours.vocab_size).gumbel(20 + len(first), 6) if noisy else None
@@ -232,11 +232,9 @@ def random_matrix(outputs: int, inputs: int) -> Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs)) * 0.1
 
 
-@pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("arch", ["qwen3", "llama-bias"])
-def test_every_instruction_set_runs_the_dequantised_model(arch, variant, tmp_path, monkeypatch):
+def test_every_instruction_set_runs_the_dequantised_model(arch, variant, tmp_path):
     """Rows in all numbers that have a product of their own; `deterministic` compares them bit by bit."""
-    monkeypatch.setattr(packing, "load_kernel", lambda *_: open_kernel(variant))
     # 45 inputs are no whole number of steps, 97 outputs none of panels; with biases and tied embeddings.
     directory = tiny_model(arch, tmp_path, intermediate_size=45)
     engine = load_engine(str(directory), weights="int8", deterministic=True)

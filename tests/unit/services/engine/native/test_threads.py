@@ -45,12 +45,6 @@ def logits(engine: Engine) -> list[Tensor]:
     return made
 
 
-def assert_equal(made: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(made) == len(expected)
-    for one, other in zip(made, expected, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("variant", usable_variants())
 def test_bits_do_not_depend_on_the_number_of_threads(variant, monkeypatch):
     monkeypatch.setattr(weights, "load_kernel", lambda *_: open_kernel(variant))
@@ -58,7 +52,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(variant, monkeypatch):
     alone = logits(engine)
     for count in (2, 5, 3, 1):
         use_threads(count)
-        assert_equal(logits(engine), alone)
+        torch.testing.assert_close(logits(engine), alone, rtol=0, atol=0)
 
 
 def test_callers_at_the_same_time_get_their_own_results(tmp_path):
@@ -76,7 +70,7 @@ def test_callers_at_the_same_time_get_their_own_results(tmp_path):
     use_threads(3)
     with ThreadPoolExecutor(3) as threads:
         for made, expected in zip(threads.map(steps, engines), alone, strict=True):
-            assert_equal(made, expected)
+            torch.testing.assert_close(made, expected, rtol=0, atol=0)
 
 
 _USES_THREADS = """

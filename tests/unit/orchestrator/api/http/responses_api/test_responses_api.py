@@ -1,5 +1,7 @@
 """POST /v1/responses over a scripted orchestrator: what reaches the orchestrator, and what comes back."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from gammaray.errors import UnavailableError
@@ -260,11 +262,7 @@ async def test_output_that_does_not_fit_the_store_fails_and_is_not_stored(backen
 
 
 async def test_failed_stream_keeps_its_output_so_far():
-    def fail(request, number):
-        if number == 2:
-            raise UnavailableError("no target worker")
-
-    backend = ScriptedBackend(fail)
+    backend = ScriptedBackend(Mock(side_effect=[None, None, UnavailableError("no target worker")]))
     found = await events(backend, input="x")
     last = found[-1]
     assert last["type"] == "response.failed"
@@ -280,11 +278,8 @@ async def test_failed_stream_keeps_its_output_so_far():
 
 
 async def test_failure_of_a_whole_response_is_an_error():
-    def fail(request, number):
-        raise UnavailableError("no target worker")
-
     for stream in (False, True):
-        backend = ScriptedBackend(fail)
+        backend = ScriptedBackend(Mock(side_effect=UnavailableError("no target worker")))
         answer = await respond(backend, input="x", stream=stream)
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no target worker")
         assert backend.responses.kept == {}

@@ -129,26 +129,17 @@ async def test_create_retrieve_continue_and_delete():
             await api.responses.retrieve(second.id)
 
 
-async def test_stream_helper_gives_the_final_response():
-    async with client(ScriptedBackend()) as api:
-        async with api.responses.stream(model="scripted", input="a") as stream:
-            found = [event async for event in stream]
-            final = await stream.get_final_response()
-        assert "".join(event.delta for event in found if event.type == "response.output_text.delta") == "café"
-        assert final.output_text == "café"
-        assert final.status == "completed"
-        retrieved = await api.responses.retrieve(final.id)
-        assert retrieved.to_dict() == {**final.to_dict(), "output": retrieved.to_dict()["output"]}
-
-
 async def test_parse_gives_the_model_whole_and_streamed():
     backend = ScriptedBackend(pieces=FACT)
     async with client(backend) as api:
         parsed = await api.responses.parse(model="scripted", input="a", text_format=Fact)
         assert parsed.output_parsed == Fact(name="ab", size=3)
         async with api.responses.stream(model="scripted", input="a", text_format=Fact) as stream:
+            found = [event async for event in stream]
             final = await stream.get_final_response()
-        assert final.output_parsed == Fact(name="ab", size=3)
+        deltas = [event.delta for event in found if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == final.output_text == '{"name": "ab", "size": 3}'
+        assert (final.output_parsed, final.status) == (Fact(name="ab", size=3), "completed")
     assert all("%json" in request.sampling.grammar for request in backend.requests)
 
 
