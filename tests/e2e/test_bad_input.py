@@ -3,11 +3,8 @@
 Wrong values of fields are tested in tests/unit/orchestrator/api/http/test_http_errors.py.
 """
 
-import json
-import urllib.error
-import urllib.request
-
 import grpc
+import httpx
 import pytest
 
 from gammaray.v1 import generation_service_pb2 as pb
@@ -19,15 +16,9 @@ TEXT = "x" * 10_000_000
 
 
 def test_large_http_request_gets_an_error_object(cluster):
-    request = urllib.request.Request(
-        f"{cluster.http}/v1/completions",
-        json.dumps({"prompt": TEXT}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=60)
-    error = json.load(caught.value)["error"]
-    assert (caught.value.code, error["type"]) == (413, "invalid_request_error")
+    answer = httpx.post(f"{cluster.http}/v1/completions", json={"prompt": TEXT}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (413, "invalid_request_error")
     assert 0 < len(error["message"]) < 500
 
 

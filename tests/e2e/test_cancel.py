@@ -1,9 +1,10 @@
 """Clients that disconnect: the generation ends, and the workers' caches are freed."""
 
 import asyncio
-import json
+from contextlib import suppress
 
 import grpc
+import httpx
 import pytest
 
 from gammaray import AsyncClient
@@ -41,30 +42,19 @@ async def test_cancelled_calls_free_the_workers(cluster):
 @pytest.mark.parametrize("size", [0, 40_000], ids=["small", "larger-than-the-proxy's-buffer"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_closed_http_connections_free_the_workers(cluster, stream, size):
-    host, port = cluster.http.removeprefix("http://").split(":")
-
-    def request(name):
+    async def vanish(http, name):
         options = {"session_id": name, "gamma": 0}
-        fields = {"prompt": "import ", "stream": stream, "gammaray": options, "user": "x" * size, **LONG}
-        body = json.dumps(fields).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        return head.encode() + body
-
-    async def vanish(name):
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(request(name))
-        await writer.drain()
-        if stream:
-            await reader.readuntil(b"data: ")
-        else:
-            await asyncio.sleep(0.5)
-        writer.close()
+        body = {"prompt": "import ", "stream": stream, "gammaray": options, "user": "x" * size, **LONG}
+        with suppress(httpx.ReadTimeout):
+            async with http.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: "):
+                        break
 
     names = [f"vanished-{stream}-{size}-{number}" for number in range(NUM_STREAMS if stream else 8)]
-    await asyncio.gather(*map(vanish, names))
+    timeout = httpx.Timeout(60, read=60 if stream else 0.5)
+    async with httpx.AsyncClient(base_url=cluster.http, timeout=timeout) as http:
+        await asyncio.gather(*(vanish(http, name) for name in names))
     await asyncio.to_thread(cluster.wait_until_idle)
     async with AsyncClient(cluster.grpc) as client:
         states = [(await client.get_session(name))[0].state for name in names]

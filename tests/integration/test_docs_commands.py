@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import helm_python
 import pytest
 import yaml
 
+from tests.support.chart.chart_helpers import CHART, REGISTRY, chart, render
 from tests.support.docs_commands import (
     HERE,
     ON_A_CLUSTER,
@@ -26,7 +26,6 @@ from tests.support.docs_commands import (
 
 pytestmark = pytest.mark.integration
 
-CHART = ROOT / "helm" / "gammaray"
 KINDS = {"here": HERE, "rendered": RENDERED, "kubectl": WITH_KUBECTL, "cluster": ON_A_CLUSTER}
 ALL = commands()
 
@@ -113,10 +112,9 @@ def test_chart_renders_with_the_values_of_a_command(page, command):
             key, _, text = value.partition("=")
             assert key == "image.registry"
             values["image"] = {"registry": text}
-    values.setdefault("image", {"registry": "registry.example.com/team"})  # of the reader's own values
-    chart = helm_python.Chart.load(CHART)
-    chart.validate_schema(values)
-    assert "gammaray/templates/rayservice.yaml" in chart.render(values, name="gammaray", namespace="gammaray")
+    values = {**REGISTRY, **values}  # of the reader's own values
+    chart().validate_schema(values)
+    assert "rayservice.yaml" in render(values)
 
 
 @of_kind("kubectl")

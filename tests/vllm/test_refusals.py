@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,6 @@ from services.demo_pair import TARGET_DIR
 from services.vllm.engine import EngineOptions, VllmEngine
 from services.vllm.loading import load_target
 from tests.vllm.conftest import LIMITS
-
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; to enable: make test-vllm", allow_module_level=True)
 
 MOST = 400
 """Characters of the line, a path among them."""
