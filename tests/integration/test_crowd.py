@@ -7,7 +7,7 @@ import pytest
 
 from gammaray.types import FinishReason, GammaPolicy, GenerationRequest, SamplingParams, VerificationMethod
 from orchestrator.workers import verifier
-from tests.support.workers.service_helpers import PROMPTS, complete, text_of, tokens_of
+from tests.support.workers.service_helpers import PROMPTS, complete, first_tokens, text_of, tokens_of
 
 pytestmark = pytest.mark.integration
 
@@ -51,9 +51,7 @@ async def test_a_crowd_gets_the_tokens_that_each_request_gets_alone(orchestrator
 async def test_a_stream_that_is_closed_leaves_nothing_on_the_worker(orchestrator, monkeypatch):
     monkeypatch.setattr(verifier, "CROWD", 1)
     stream = orchestrator.generate(replace(sampled(6), max_tokens=500, ignore_eos=True))
-    async for chunk in stream:
-        if chunk.tokens:
-            break
+    await first_tokens(stream)
     await stream.aclose()
     (link,) = orchestrator.fleet.targets.links.values()
     assert not [*link.pending, *link.sessions, *link.listeners]

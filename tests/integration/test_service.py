@@ -41,6 +41,8 @@ from tests.support.workers.service_helpers import (
     SEEDED,
     announced,
     complete,
+    first_tokens,
+    rest_of,
     running,
     text_of,
     tokens_of,
@@ -111,6 +113,7 @@ async def test_service_completion_ends_at_the_context(orchestrator):
     assert chunks[-1].finish_reason is FinishReason.LENGTH
 
 
+LONG = GenerationRequest(PROMPTS[0], max_tokens=1000, ignore_eos=True, drafter=DrafterKind.NONE)
 UNSTORED = GenerationRequest(PROMPTS[0], sampling=SEEDED, max_tokens=48, ignore_eos=True, store=False)
 
 
@@ -142,7 +145,7 @@ async def test_unstored_completion_is_counted_and_leaves_nothing_behind(redis_se
     caller = Caller(tenant) if tenant else ANONYMOUS
     async with running(redis_server, *workers) as orchestrator:
         async with unchanged(redis):
-            chunks = [chunk async for chunk in orchestrator.generate(UNSTORED, caller)]
+            chunks = await complete(orchestrator, UNSTORED, caller)
             assert (num_tokens(), orchestrator.corpus.num_tokens) == (UNSTORED.max_tokens, 0)
             await first_chunks(orchestrator, UNSTORED, 2)
             assert await sessions_on(orchestrator, 0) == 0
@@ -222,14 +225,12 @@ async def test_service_without_a_draft_worker_decodes_plainly(redis_server, targ
 
 
 async def test_service_permanent_loss_of_the_target_is_unavailable(redis_server, target):
-    stopping = []
     async with running(redis_server, target.address, "", worker_wait_s=0.5) as orchestrator:
-        request = GenerationRequest(PROMPTS[0], max_tokens=1000, ignore_eos=True)
+        stream = orchestrator.generate(LONG)
+        await first_tokens(stream)
+        await target.stop()
         with pytest.raises(UnavailableError, match="no target worker"):
-            await complete(
-                orchestrator, request, lambda count: stopping.append(asyncio.create_task(target.stop()))
-            )
-        await asyncio.gather(*stopping)
+            await rest_of(stream)
 
 
 async def test_service_start_waits_for_redis(redis_server, target, caplog):
@@ -268,9 +269,11 @@ async def test_service_reports_its_status_for_any_redis_reply(redis_server, targ
 async def test_service_loss_of_redis_fails_the_request_and_frees_the_workers(target):
     with running_redis() as server:
         async with running(server, target.address, "") as orchestrator:
-            request = GenerationRequest(PROMPTS[0], max_tokens=1000, ignore_eos=True)
+            stream = orchestrator.generate(LONG)
+            await first_tokens(stream)
+            server.stop()
             with pytest.raises(UnavailableError, match="Redis"):
-                await complete(orchestrator, request, lambda count: server.stop())
+                await rest_of(stream)
             (redis_status,) = [p for p in await orchestrator.status() if p.role == "redis"]
             assert not redis_status.healthy
             await until(lambda: target.released != [])
@@ -279,17 +282,13 @@ async def test_service_loss_of_redis_fails_the_request_and_frees_the_workers(tar
 SHORT = GenerationRequest("x = ", max_tokens=12, ignore_eos=True, drafter=DrafterKind.NONE)
 
 
-async def generated(orchestrator, caller, request=SHORT):
-    return [chunk async for chunk in orchestrator.generate(request, caller)]
-
-
 @pytest.mark.slow
 async def test_flood_is_rejected_with_a_delay_and_all_slots_are_freed(redis_server, target):
     settings = {"max_concurrent_requests": 3}
     async with running(redis_server, target.address, "", **settings) as orchestrator:
         results = await asyncio.wait_for(
             asyncio.gather(
-                *(generated(orchestrator, Caller("a")) for _ in range(20)), return_exceptions=True
+                *(complete(orchestrator, SHORT, Caller("a")) for _ in range(20)), return_exceptions=True
             ),
             60,
         )
@@ -298,18 +297,17 @@ async def test_flood_is_rejected_with_a_delay_and_all_slots_are_freed(redis_serv
         assert all(1 <= error.retry_after_s < math.inf for error in refused)
         assert sum(isinstance(result, list) for result in results) == 6
         assert (orchestrator.admission.num_running, orchestrator.admission.num_waiting) == (0, 0)
-        assert await generated(orchestrator, Caller("a"))
+        assert await complete(orchestrator, SHORT, Caller("a"))
 
 
 @pytest.mark.slow
 async def test_deadline_ends_a_running_request_and_frees_its_slot(redis_server, target):
     target.delay_s = 0.1
     async with running(redis_server, target.address, "") as orchestrator:
-        request = GenerationRequest("x", max_tokens=500, ignore_eos=True, drafter=DrafterKind.NONE)
         began = time.monotonic()
         with pytest.raises(DeadlineExceededError):
-            await generated(orchestrator, Caller(deadline=time.monotonic() + 0.5), request)
-        assert time.monotonic() - began < 25, "half of what it would take"
+            await complete(orchestrator, LONG, Caller(deadline=time.monotonic() + 0.5))
+        assert time.monotonic() - began < 25, "of the 100 that it would take"
         assert orchestrator.admission.num_running == 0
 
 
@@ -321,17 +319,17 @@ async def test_deleting_sessions_frees_stored_bytes(redis_server, target, monkey
 
         async def fill():
             for _ in range(100):
-                (*_, last) = await generated(orchestrator, Caller("full"))
+                (*_, last) = await complete(orchestrator, SHORT, Caller("full"))
                 names.append(last.session_id)
 
         with pytest.raises(ResourceExhaustedError, match=r"tenant full: .* of 104858 bytes") as refused:
             await fill()
         assert 10 < len(names) < 40
         assert 1 <= refused.value.retry_after_s <= 3600
-        assert len(tokens_of(await generated(orchestrator, Caller("other")))) == 12
+        assert len(tokens_of(await complete(orchestrator, SHORT, Caller("other")))) == 12
         for name in names[:5]:
             assert await orchestrator.sessions.delete(name, Caller("full"))
-        assert len(tokens_of(await generated(orchestrator, Caller("full")))) == 12
+        assert len(tokens_of(await complete(orchestrator, SHORT, Caller("full")))) == 12
         for caller in (Caller("full"), Caller("other")):
             for info in await orchestrator.sessions.recent(1000, caller):
                 await orchestrator.sessions.delete(info.session_id, caller)

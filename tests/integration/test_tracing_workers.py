@@ -32,8 +32,6 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"
 SAMPLED, ALSO_SAMPLED = (Caller(traceparent=f"00-{one}-{CALLER_SPAN}-01") for one in (TRACE_ID, "1" * 32))
 TIMEOUT_S = 60.0
-
-STOP_TIMEOUT_S = 60.0
 MICROSECOND_NS = 1000
 ASKING, SERVING = ("client", "producer"), ("server", "consumer")
 
@@ -44,7 +42,7 @@ def exporting_worker(role: str, environment: dict[str, str]) -> Iterator[tuple[s
     with worker_process(role, environment=environment) as (process, address):
         yield process, address
         process.send_signal(signal.SIGTERM)
-        process.wait(STOP_TIMEOUT_S)
+        process.wait(TIMEOUT_S)
 
 
 def of_trace(spans: Sequence[ReceivedSpan], trace_id: str) -> list[ReceivedSpan]:
@@ -103,10 +101,6 @@ def request(seed=1, **fields) -> GenerationRequest:
     return GenerationRequest(PROMPTS[0], max_tokens=96, ignore_eos=True, **fields)
 
 
-async def generate(orchestrator, request, caller=SAMPLED):
-    return [chunk async for chunk in orchestrator.generate(request, caller)]
-
-
 async def test_records_of_a_session_are_those_of_its_cycles(redis_server, workers):
     async with running(redis_server, *workers) as orchestrator:
         chunks = await complete(orchestrator, request(seed=9, session_id="recorded"))
@@ -143,12 +137,12 @@ REQUEST = GenerationRequest(
 @pytest.mark.nightly
 async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch, tmp_path):
     with running_redis() as redis, receiving() as (endpoint, receiver):
-        for name, value in _environment(endpoint).items():
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         with exporting_worker("draft", {}) as (_, draft), exporting_worker("target", {}) as (_, survivor):
             addresses, offset = await _survive_a_target_and_resume(redis, survivor, draft)
             async with running(redis, survivor, draft) as orchestrator:
-                chunks = await generate(orchestrator, request())
+                chunks = await complete(orchestrator, request(), SAMPLED)
             await _follow_a_grammar(redis, survivor, draft)
             await _draft_by_a_head(redis, tmp_path)
             await _ask_without_the_tokens(survivor)
@@ -226,10 +220,6 @@ def _check_takeover(spans, addresses, offset):
     assert not after.is_error
 
 
-def _environment(endpoint):
-    return {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
-
-
 async def _survive_a_target_and_resume(redis, survivor, draft):
     """Return the addresses of both targets, and the number of tokens of the first turn's client."""
     received = []
@@ -245,7 +235,7 @@ async def _survive_a_target_and_resume(redis, survivor, draft):
                     if len(received) > 48:
                         break
     async with running(redis, survivor, draft) as successor:
-        await generate(successor, dataclasses.replace(REQUEST, resume_from=len(received)), Caller())
+        await complete(successor, dataclasses.replace(REQUEST, resume_from=len(received)))
     return [victim, survivor], len(received)
 
 
@@ -253,7 +243,7 @@ async def _follow_a_grammar(redis, target, draft):
     sampling = SamplingParams(temperature=0.7, seed=11, grammar='start: "x" /[a-z ]{20}/')
     request = dataclasses.replace(REQUEST, sampling=sampling, stop=(), ignore_eos=False, session_id="")
     async with running(redis, target, draft) as orchestrator:
-        await generate(orchestrator, request, ALSO_SAMPLED)
+        await complete(orchestrator, request, ALSO_SAMPLED)
 
 
 async def _draft_by_a_head(redis, folder):
@@ -261,7 +251,7 @@ async def _draft_by_a_head(redis, folder):
     request = dataclasses.replace(REQUEST, session_id="", drafter=DrafterKind.HEAD)
     with exporting_worker("target", {"GAMMARAY_HEAD": str(head)}) as (_, target):
         async with running(redis, target, "") as orchestrator:
-            await generate(orchestrator, request, ALSO_SAMPLED)
+            await complete(orchestrator, request, ALSO_SAMPLED)
 
 
 async def _ask_without_the_tokens(target):
@@ -282,4 +272,4 @@ async def _ask_without_the_tokens(target):
 async def _fail(redis):
     async with running(redis, "127.0.0.1:1", "", worker_wait_s=0.2) as orchestrator:
         with pytest.raises(UnavailableError):
-            await generate(orchestrator, dataclasses.replace(REQUEST, session_id=""), Caller())
+            await complete(orchestrator, dataclasses.replace(REQUEST, session_id=""))
