@@ -5,14 +5,13 @@ import math
 import shutil
 import subprocess
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,9 +29,8 @@ ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S, SCRAPE_S = 60.0, 1.0
 
 
-def get_json(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return json.load(answer)
+def get_json(url: str, **params: str) -> Any:
+    return httpx.get(url, params=params, timeout=10).json()
 
 
 @dataclass
@@ -42,7 +40,7 @@ class Prometheus:
     url: str
 
     def query(self, query: str) -> list[dict[str, Any]]:
-        answer = get_json(f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
+        answer = get_json(f"{self.url}/api/v1/query", query=query)
         assert answer["status"] == "success", answer
         return list(answer["data"]["result"])
 
@@ -57,8 +55,8 @@ class Prometheus:
         assert is_so, f"{query}: {self.query(query)}, not {value}"
 
     def is_ready(self) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=1):
-            return True
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/-/ready", timeout=1).is_success
         return False
 
 
@@ -91,8 +89,7 @@ def scrape(cluster: Cluster) -> dict[str, dict[tuple, float]]:
     found: dict[str, dict[tuple, float]] = {}
     for target in get_json(f"{cluster.http}/metrics/targets"):
         (address,) = target["targets"]
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
+        text = httpx.get(f"http://{address}/metrics", timeout=10).text
         samples = found.setdefault(target["labels"]["process"], {})
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -1,7 +1,6 @@
 """What vLLM refuses at start becomes one short line and exit code 2."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,20 +24,6 @@ def demo(tmp_path):
     return Path(shutil.copytree(TARGET_DIR, tmp_path / "model"))
 
 
-def refusal(model, *options):
-    """Start a target worker that must refuse; return what it says, one line, beside what libraries write."""
-    command = [sys.executable, "-m", "services.target_worker", "--engine", "vllm", "--model", str(model)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, env=environment)
-    assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
-    assert "Traceback" not in ended.stderr
-    (line,) = [
-        line for line in ended.stderr.splitlines() if line.startswith("python -m services.target_worker: ")
-    ]
-    assert len(line) <= MOST
-    return line
-
-
 def test_architecture_that_vllm_lacks(demo):
     config = json.loads((demo / "config.json").read_text())
     config |= {"model_type": "mamba9", "architectures": ["Mamba9ForCausalLM"]}
@@ -52,7 +37,16 @@ def test_architecture_that_vllm_lacks(demo):
 
 
 def test_too_little_memory_for_the_cache(demo):
-    line = refusal(demo, "--cache-budget-mb", "1", "--dtype", "float32")
+    """The worker says it in one line, beside what libraries write."""
+    command = [sys.executable, "-m", "services.target_worker", "--engine", "vllm", "--model", str(demo)]
+    command += ["--cache-budget-mb", "1", "--dtype", "float32"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+    assert "Traceback" not in ended.stderr
+    (line,) = [
+        line for line in ended.stderr.splitlines() if line.startswith("python -m services.target_worker: ")
+    ]
+    assert len(line) <= MOST
     assert "cache_budget_mb: got 1, allowed: enough for one session: " in line
 
 
