@@ -19,10 +19,10 @@ from tests.support.workers.service_helpers import running as orchestrating
 VOCAB = 97
 
 
-def message(token_ids, proposal, *, epoch=1, base_position=4):
+def message(token_ids, proposal, *, base_position=4):
     return draft_pb.AheadProposal(
         session_id="s",
-        epoch=epoch,
+        epoch=1,
         base_position=base_position,
         token_ids=token_ids,
         gamma=4,

@@ -25,7 +25,7 @@ from orchestrator.launcher.preflight import free_ports
 from services.target_worker.worker import TargetWorker
 from tests.support.docs_commands import commands
 from tests.support.tls_helpers import Authority, role_certificates
-from tests.support.workers.redis_helpers import configured_redis
+from tests.support.workers import redis_helpers
 from tests.support.workers.service_helpers import complete, running, tokens_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -115,14 +115,15 @@ def serial(address: str, files: TlsFiles) -> int:
 
 
 @pytest.mark.needs("redis-server")  # the embedded one has no TLS
-async def test_completion_over_tls_to_worker_and_redis(certificates):
+async def test_completion_over_tls_to_worker_and_redis(certificates, monkeypatch):
     files = certificates["server"]
     port = free_ports("127.0.0.1", 1)[0]
     url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={files.ca}&ssl_certfile={files.cert}&ssl_keyfile={files.key}"
     request = GenerationRequest((1, 2, 3), max_tokens=6, ignore_eos=True)
     tls = {"port": port, "ca-cert-file": files.ca, "cert-file": files.cert, "key-file": files.key}
     lines = (f"tls-{name} {value}" for name, value in tls.items())
-    with configured_redis(*lines, program="redis-server"):
+    monkeypatch.setattr(redis_helpers, "redis_binary", lambda: "redis-server")
+    with redis_helpers.configured_redis(*lines):
         async with target("demo", certificates["worker"], redis_url=url) as worker:
             server = type("Server", (), {"url": url})
             own = named(certificates["orchestrator"])

@@ -119,8 +119,8 @@ def driver_of(target, made: SamplingParams, draft=None, **options) -> Drafted:
     return Drafted(target, draft, PROMPT, made, session_id=name, eos_token_ids=(END,), **options)
 
 
-async def decode(target, made: SamplingParams, draft=None, **options) -> list[int]:
-    return await driver_of(target, made, draft, **options).generate(COUNT)
+async def decode(target, made: SamplingParams, **options) -> list[int]:
+    return await driver_of(target, made, **options).generate(COUNT)
 
 
 def assert_valid(tokenizer, tokens: Sequence[int]) -> None:
@@ -137,9 +137,9 @@ def lookup(tokens: Sequence[int]) -> Proposal:
     return Proposal()
 
 
-def random_chain(tokens: Sequence[int], size: int = 300) -> Proposal:
+def random_chain(tokens: Sequence[int]) -> Proposal:
     rng = random.Random(len(tokens))
-    return Proposal(tuple(rng.randrange(size) for _ in range(5)))
+    return Proposal(tuple(rng.randrange(300) for _ in range(5)))
 
 
 def random_tree(tokens: Sequence[int]) -> Proposal:

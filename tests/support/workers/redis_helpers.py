@@ -212,9 +212,7 @@ def _is_free(port: int) -> bool:
 
 
 @contextmanager
-def configured_redis(
-    *lines: str, mode: str = "", password: str = "", port: int = 0, program: str = ""
-) -> Iterator[int]:
+def configured_redis(*lines: str, mode: str = "", password: str = "", port: int = 0) -> Iterator[int]:
     """Run a server of an own configuration; yields its port.
 
     Args:
@@ -222,7 +220,6 @@ def configured_redis(
         mode: Empty, or "--sentinel".
         password: That the lines set.
         port: To listen on; 0: a free one.
-        program: Empty for the server of the extra `embedded`.
     """
     with TemporaryDirectory() as folder:
         # A node of a Redis Cluster listens on the port 10,000 above its own, too.
@@ -230,7 +227,7 @@ def configured_redis(
         config = Path(folder) / "redis.conf"
         own = [f"port {port}", "bind 127.0.0.1", f"dir {folder}"]
         config.write_text("\n".join([*own, *lines]) + "\n")
-        command = [program or redis_binary(), str(config), *([mode] if mode else [])]
+        command = [redis_binary(), str(config), *([mode] if mode else [])]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             with redis.Redis(port=port, password=password or None) as client:
