@@ -64,13 +64,6 @@ def is_whole(spans: Sequence[ReceivedSpan]) -> bool:
     return num_served >= sum(span.attributes[t.BLOCKS] for span in asked)
 
 
-def children(spans: Sequence[ReceivedSpan]) -> dict[str, list[ReceivedSpan]]:
-    found = defaultdict(list)
-    for span in spans:
-        found[span.parent_id].append(span)
-    return found
-
-
 def assert_nested(spans: Sequence[ReceivedSpan]) -> None:
     """Every span that is waited for lies within its parent, to the microsecond that records are kept in."""
     by_id = {span.span_id: span for span in spans}
@@ -190,7 +183,9 @@ def _check_cycles(spans, chunks):
     assert cycle.attributes[t.SESSION_ID] == root.attributes[t.SESSION_ID]
     assert [cycle.attributes[t.CYCLE_INDEX] for cycle in cycles] == list(range(len(cycles)))
     assert sum(cycle.attributes[t.EMITTED] for cycle in cycles) == 96
-    below = children(spans)
+    below = defaultdict(list)
+    for span in spans:
+        below[span.parent_id].append(span)
     for cycle in cycles[:-1]:  # the last one may have no room for a proposal
         propose, verify = sorted(below[cycle.span_id], key=lambda span: span.start_ns)
         assert (propose.name, verify.name) == (t.SPAN_PROPOSE, t.SPAN_VERIFY)

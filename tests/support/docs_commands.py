@@ -50,12 +50,10 @@ class Block:
 
     Args:
         page: File, from the root of the repository.
-        text: What stands in it.
         commands: Its commands in order, comments at their ends left out.
     """
 
     page: str
-    text: str
     commands: tuple[str, ...]
 
 
@@ -71,7 +69,7 @@ def blocks() -> list[Block]:
                 continue
             cleaned = [re.sub(r"\s{2,}# .*$", "", line).rstrip() for line in lines]
             if cleaned:
-                found.append(Block(str(page.relative_to(ROOT)), text, tuple(cleaned)))
+                found.append(Block(str(page.relative_to(ROOT)), tuple(cleaned)))
     return found
 
 
