@@ -2,12 +2,9 @@
 
 import itertools
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -23,6 +20,7 @@ from tests.support.docs_commands import (
     WITHOUT_A_CLUSTER,
     blocks,
     commands,
+    environment,
 )
 
 pytestmark = pytest.mark.integration
@@ -59,12 +57,7 @@ def test_no_command_pipes_a_file_into_serve_run():
 @pytest.fixture
 def shell(tmp_path):
     """Runs commands in a folder of their own, with the tools of this environment."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("GAMMARAY_")}
-    own |= {
-        "PATH": f"{Path(sys.executable).parent}:{own['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "HOME": str(tmp_path),
-    }
+    own = {**environment(), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
 
     def run(command):
         return subprocess.run(

@@ -4,8 +4,10 @@ A command is a line that begins with `$ ` in a block marked `console`, with the 
 line of a block without a language that begins with `gammaray ` or `python -m `.
 """
 
+import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +73,12 @@ def blocks() -> list[Block]:
             if cleaned:
                 found.append(Block(str(page.relative_to(ROOT)), tuple(cleaned)))
     return found
+
+
+def environment() -> dict[str, str]:
+    """Return the variables for commands: the programs of this environment, and no setting of gammaray."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GAMMARAY_")}
+    return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def commands() -> list[tuple[str, str]]:
