@@ -1,14 +1,13 @@
 """Faults of Redis: failovers by name or Sentinel, error replies, and a private server that is killed."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import socket
 import threading
 import time
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -56,10 +55,10 @@ from tests.support.workers.scripted_workers import commit, make_session, scripte
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def begun(url):
     """Yield a client, a store and a session in it, with nothing else there."""
-    async with contextlib.aclosing(connect(url)) as redis:
+    async with aclosing(connect(url)) as redis:
         await redis.flushall()
         store, session = RedisStore(redis, ttl_s=60), make_session()
         await store.create(session, b"")
@@ -123,24 +122,7 @@ async def test_commit_under_way_waits_for_the_new_primary():
             assert (await store.read("s")).token_ids == (1,)
 
 
-async def test_worker_announces_itself_at_the_new_primary():
-    with replicated() as (old, new):
-        async with redis_name(old) as (name, url), contextlib.aclosing(connect(new.url)) as fresh:
-            announcer = Announcer(url, "target", "h:1")
-            await announcer.start()
-
-            async def targets() -> set[str]:
-                return (await RedisRegistry(fresh).workers())["target"]
-
-            fail_over(new, name)
-            follow(old, new)
-            await fresh.flushall()
-            assert await until_so(targets) == {"h:1"}
-            await announcer.withdraw()
-            assert await targets() == set()
-
-
-@contextlib.contextmanager
+@contextmanager
 def sentinel_of(primary, *lines):
     secret = urlsplit(primary.url).password
     watch = [
@@ -187,7 +169,7 @@ async def store_until_it_works(store, session, token_ids):
 async def test_sentinel_that_demotes_a_living_primary_is_followed():
     """With `min-replicas-to-write`, the old primary refuses writes from its replica's promotion on."""
     with replicated() as (old, new), sentinel_of(old) as url:
-        async with contextlib.aclosing(connect(url)) as redis:
+        async with aclosing(connect(url)) as redis:
             await answer(redis.set("k", 1))
             with sync_redis.Redis.from_url(old.url) as client:
                 client.config_set("min-replicas-to-write", 1)
@@ -313,6 +295,7 @@ async def test_error_replies_do_not_end_background_tasks(redis_server, redis, em
         assert await until_so(other.others) == [state]
         assert await until_so(drafts) == {"h:1"}
         await announcer.withdraw()
+        assert await drafts() == set()
         await presence.stop()
         await fleet.close()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jsonschema
 import pytest
 
-from gammaray.grammar.matcher import GrammarCompiler
+from gammaray.grammar.matcher import GrammarCompiler, grammar_identity
 from gammaray.grammar.texts import json_schema_grammar
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
@@ -91,6 +91,7 @@ def models(tmp_path_factory, tokenizer, size):
 @pytest.fixture
 async def target(models):
     async with running("target", models[0], deterministic=True) as (link, _):
+        assert (await link.info()).grammar_identity == grammar_identity()
         yield link
 
 
