@@ -82,13 +82,12 @@ async def api(orchestrator):
 async def test_request_headers(api):
     late = await api.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 500}, **{"gammaray-timeout-ms": "1"})
     assert late.status_code == 504
+    body = {"prompt": "a", "max_tokens": 1}
     for priority, status in (("-10", 200), ("10", 200), ("11", 400), ("-11", 400), ("x", 400)):
-        answer = await api.post(
-            COMPLETIONS, {"prompt": "a", "max_tokens": 1}, **{"gammaray-priority": priority}
-        )
+        answer = await api.post(COMPLETIONS, body, **{"gammaray-priority": priority})
         assert answer.status_code == status, priority
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    answer = await api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, traceparent=trace)
+    answer = await api.post(COMPLETIONS, body, traceparent=trace)
     assert answer.status_code == 200
 
 
@@ -329,7 +328,7 @@ async def test_stream_get_and_session_agree(api, client):
         await api.orchestrator.sessions.get(last.id, ANONYMOUS)
 
 
-async def test_next_response_reuses_the_cache_of_the_one_before(api, client):
+async def test_next_response_reuses_the_cache_of_the_one_before(client):
     text = "Write a function that reads the lines of a file. " * 4
     first = await client.responses.create(input=text, **RESPONSE)
     second = await client.responses.create(input="And now?", previous_response_id=first.id, **RESPONSE)
@@ -346,21 +345,19 @@ async def test_next_response_reuses_the_cache_of_the_one_before(api, client):
 
 async def test_deleted_while_it_runs_the_response_fails(api, client):
     options = {**RESPONSE, "max_output_tokens": 400, "extra_body": {"seed": 3, "min_tokens": 400}}
-    begun = asyncio.Event()
-    names: list[str] = []
+    begun = asyncio.get_running_loop().create_future()
     create = api.orchestrator.responses.create
 
     async def noting(name, stored, room):
         await create(name, stored, room)
-        names.append(name)
-        begun.set()
+        begun.set_result(name)
 
     api.orchestrator.responses.create = noting
     running_one = asyncio.create_task(client.responses.create(input="a", **options))
-    await asyncio.wait_for(begun.wait(), 30)
-    assert (await client.responses.retrieve(names[0])).status == "in_progress"
-    await client.responses.delete(names[0])
+    name = await asyncio.wait_for(begun, 30)
+    assert (await client.responses.retrieve(name)).status == "in_progress"
+    await client.responses.delete(name)
     with pytest.raises(openai.APIStatusError):
         await asyncio.wait_for(running_one, 60)
     with pytest.raises(openai.NotFoundError):
-        await client.responses.retrieve(names[0])
+        await client.responses.retrieve(name)

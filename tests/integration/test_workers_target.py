@@ -105,7 +105,7 @@ async def test_logprobs_are_the_raw_log_softmax_whatever_the_processing(target, 
     assert list(verdict.logprobs[0].top_logprobs) == pytest.approx(expected.topk(3).values.tolist(), abs=1e-4)
 
 
-async def test_batched_sessions_get_the_results_of_single_ones(target, reference):
+async def test_batched_sessions_get_the_results_of_single_ones(target):
     prompts = [random_tokens(5 + index % 7, seed=index) for index in range(32)]
     alone = [emitted(await target.ask(verify_block(p, session_id=f"a{i}"))) for i, p in enumerate(prompts)]
     for name in "bcd":  # a worker's first steps are small, until it knows its time per token
