@@ -300,11 +300,10 @@ def bundled(tmp_path, password, limit=1024 * MIB, values=None):
         assert process.wait(20) == 0  # the signal reaches Redis itself, which ends in order
 
 
-def url_of(port, values=None):
+def url_of(port):
     """Return the URL that the chart gives to Ray pods, but for the address."""
-    return environment(groups(values)["draft"]["template"])["GAMMARAY_REDIS_URL"].replace(
-        f"{NAME}-redis:6379", f"127.0.0.1:{port}"
-    )
+    given = environment(groups()["draft"]["template"])["GAMMARAY_REDIS_URL"]
+    return given.replace(f"{NAME}-redis:6379", f"127.0.0.1:{port}")
 
 
 def test_bundled_redis_and_the_docs_are_within_the_supported_versions():

@@ -1,15 +1,12 @@
 """The commands of the documentation that need a running cluster, against one."""
 
 import json
-import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.docs_commands import ON_A_CLUSTER, commands
+from tests.support.docs_commands import ON_A_CLUSTER, commands, environment
 
 pytestmark = pytest.mark.e2e
 
@@ -35,11 +32,10 @@ def session(cluster):
 
 @pytest.mark.parametrize(("page", "command"), CASES, ids=[f"{p}: {c[:60]}" for p, c in CASES])
 def test_command_runs_against_a_cluster(page, command, cluster, session):
-    environment = {**os.environ, "GAMMARAY_ADDRESS": cluster.grpc, "GAMMARAY_URL": cluster.http}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**environment(), "GAMMARAY_ADDRESS": cluster.grpc, "GAMMARAY_URL": cluster.http}
     shell = ["bash", "-euo", "pipefail", "-c", here(command, cluster)]
     said = "def add(a, b):\n"  # for the chat, which ends with its input
-    ended = subprocess.run(shell, env=environment, input=said, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(shell, env=env, input=said, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
     if command.startswith("curl"):
         assert json.loads(ended.stdout)["choices"]

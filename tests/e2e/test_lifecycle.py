@@ -1,6 +1,5 @@
 """Starts of clusters that must fail, and starts that a signal ends."""
 
-import contextlib
 import json
 import shutil
 import signal
@@ -9,7 +8,6 @@ import time
 import uuid
 from pathlib import Path
 
-import psutil
 import pytest
 
 from orchestrator.launcher.preflight import free_ports
@@ -17,6 +15,7 @@ from services.demo_pair import TARGET_DIR
 from tests.support.cluster.cluster_helpers import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
+    Cluster,
     launch,
     started_with,
     wait_until_gone,
@@ -44,14 +43,11 @@ def refuse(*options, status=2):
     return complaint
 
 
-def raylet_and_guardian(process):
+def raylet_and_guardian(launcher):
     """Return everything below a launcher and its guardian's directory once it has started a raylet."""
-    commands = []
-    for child in process.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            commands.append((child, child.cmdline()))
+    commands = Cluster("", "", launcher).commands()
     directories = [Path(command[-1]) for _, command in commands if "orchestrator.launcher.reaper" in command]
-    if directories and any("raylet" in " ".join(command[:1]) for _, command in commands):
+    if directories and any("raylet" in command[0] for _, command in commands):
         return [child for child, _ in commands], directories[0]
     return None
 
@@ -75,8 +71,8 @@ def test_setting_that_a_worker_refuses_ends_the_start_with_its_words():
 
 def test_sigterm_during_startup_leaves_no_process_and_prints_nothing():
     with begun() as starter:
-        process, deadline = psutil.Process(starter.pid), time.monotonic() + START_TIMEOUT_S
-        while (found := raylet_and_guardian(process)) is None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (found := raylet_and_guardian(starter)) is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         below, directory = found

@@ -5,11 +5,8 @@ import subprocess
 import sys
 import urllib.request
 import warnings
-from pathlib import Path
-from typing import Any
 
 import grpc
-import helm_python
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,6 +16,7 @@ from gammaray.deploy.serve_config import SCALE_DOWN_DELAY_S
 from tests.chaos.chaos_drafters import Way
 from tests.chaos.clients import Clients
 from tests.chaos.load import Ask, reference, streams
+from tests.support.chart.chart_helpers import VARIANTS, container, merged, passing_pods, serve_config
 from tests.support.cluster.cluster_helpers import (
     START_TIMEOUT_S,
     eventually,
@@ -29,31 +27,16 @@ from tests.support.cluster.cluster_helpers import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.kills, pytest.mark.nightly, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "helm" / "gammaray"
 PROMPT = "def read_lines(path):"
-
-
-MORE = {
-    "image": {"registry": "registry.example.com/team"},
-    "orchestrator": {"replicas": "1:2"},
-    "scaling": {"orchestrator_load": 2},
-}
-
-
-def manifest(template: str) -> dict[str, Any]:
-    """Return a manifest of a trial on CPUs whose orchestrators scale."""
-    trial = yaml.safe_load((CHART / "examples" / "cpu-trial.yaml").read_text())
-    values = {**trial, **MORE, "orchestrator": {**trial["orchestrator"], **MORE["orchestrator"]}}
-    rendered = helm_python.Chart.load(CHART).render(values, name="trial")
-    document: dict[str, Any] = yaml.safe_load(rendered[f"gammaray/templates/{template}"])
-    return document
+SCALING = {"orchestrator": {"replicas": "1:2"}, "scaling": {"orchestrator_load": 2}}
+TRIAL = merged(VARIANTS["cpu-trial"], SCALING)
+"""Values of a trial on CPUs whose orchestrators scale."""
 
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory):
     path = tmp_path_factory.mktemp("chart") / "serve.yaml"
-    path.write_text(manifest("rayservice.yaml")["spec"]["serveConfigV2"])
+    path.write_text(yaml.safe_dump(serve_config(TRIAL)))
     log = path.with_suffix(".log")
     with log.open("w") as errors, program("served_chart", str(path), stderr=errors) as served:
         words = served.answer(START_TIMEOUT_S).split()
@@ -87,8 +70,8 @@ def test_every_role_runs_once_and_answers_its_readiness_probe(addresses):
 
 
 def test_helm_test_passes(addresses):
-    (container,) = manifest("pod-test.yaml")["spec"]["containers"]
-    command = [f"http://{addresses[0]}" if one.startswith("http://") else one for one in container["command"]]
+    command = container(passing_pods(TRIAL)["test"])["command"]
+    command = [f"http://{addresses[0]}" if one.startswith("http://") else one for one in command]
     ended = subprocess.run([sys.executable, *command[1:]], capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     assert "/v1/completions: '" in ended.stdout

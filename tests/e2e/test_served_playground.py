@@ -128,7 +128,7 @@ def test_page_sends_a_chat_message(page):
     assert page.locator("#output .turn").count() == 0
 
 
-def test_page_opens_as_the_model_is_used_and_names_the_drafters_of_the_cluster(page, cluster):
+def test_page_opens_as_the_model_is_used_and_names_the_drafters_of_the_cluster(page):
     expect(page.locator("body")).to_have_attribute("data-state", "idle")
     expect(page.locator("#model")).to_have_text("demo")
     expect(page.locator("#mode")).to_have_value("chat")

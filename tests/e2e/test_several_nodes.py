@@ -33,8 +33,8 @@ class Nodes:
     async def ask(self, command=""):
         return json.loads(await asyncio.to_thread(self._program.ask, command, ANSWER_TIMEOUT_S))
 
-    async def until(self, condition, timeout_s=PATIENCE_S):
-        deadline = time.monotonic() + timeout_s
+    async def until(self, condition):
+        deadline = time.monotonic() + PATIENCE_S
         while not condition(placement := await self.ask()):
             assert time.monotonic() < deadline, placement
             await asyncio.sleep(0.3)

@@ -12,13 +12,13 @@ from gammaray.types import GammaPolicy, GenerationRequest, SamplingParams, Verif
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from tests.fuzz.campaign import Campaign
-from tests.support.workers.scripted_workers import ScriptedWorker
-from tests.support.workers.service_helpers import running, tokens_of
+from tests.support.workers.scripted_workers import ScriptedWorker, scripted
+from tests.support.workers.service_helpers import complete, running, tokens_of
 
 REQUEST_TIMEOUT_S = 60.0
 NUM_TOKENS = 12
 VOCAB = 2048
-CONTEXT = 1024
+DEMO = {"vocab_size": VOCAB, "max_context": 1024}
 PROMPTS = ["def read_lines(path):\n", "import os\n\nclass Stack:\n    def ", "for i in range("]
 METHODS = [VerificationMethod.COUPLED, VerificationMethod.NAIVE]
 REJECTING = [VerificationMethod.REJECTION, VerificationMethod.BLOCK]
@@ -106,55 +106,51 @@ TARGETS: dict[str, Answer] = {"bad verdict": _bad_verdict, **EITHER}
 async def fuzz_with_hostile_drafter(redis: Any, target: str, campaign: Campaign) -> None:
     """Complete with a real target and a drafter that sends anything: tokens equal those without a drafter."""
     rng = campaign.dice("drafter")
-    drafter = ScriptedWorker("draft", vocab_size=VOCAB, max_context=CONTEXT)
-    await drafter.start()
-    try:
-        settings = {"propose_timeout_s": 0.3, "redis_prefix": "hostile-drafter"}
-        async with running(redis, target, drafter.address, **settings) as orchestrator:
-            plain: dict[str, list[int]] = {}
-            for _ in campaign.rounds():
-                name = rng.choice(list(DRAFTERS))
-                drafter.on_block = lambda block, name=name: DRAFTERS[name](drafter, block, rng)
-                base = _request(rng, GammaPolicy(0))
-                if repr(base) not in plain:
-                    plain[repr(base)] = await _tokens(orchestrator, base)
-                rejecting = rng.random() < 0.2
-                method = rng.choice(REJECTING) if rejecting else base.verification
-                policy = GammaPolicy(rng.choice([1, 4, 8]), max_nodes=8)
-                request = replace(base, gamma=policy, verification=method)
-                got = await _tokens(orchestrator, request)
-                # These depend on the drafter's distribution, which is wrong here: only counts match.
-                is_fine = len(got) == NUM_TOKENS if rejecting else got == plain[repr(base)]
-                wrong = None if is_fine else f"{name} changed the tokens of {request}: {got}"
-                campaign.count("hostile drafter", name, wrong=wrong)
-    finally:
-        await drafter.stop()
+    settings = {"propose_timeout_s": 0.3, "redis_prefix": "hostile-drafter"}
+    async with (
+        scripted("draft", **DEMO) as drafter,
+        running(redis, target, drafter.address, **settings) as orchestrator,
+    ):
+        plain: dict[str, list[int]] = {}
+        for _ in campaign.rounds():
+            name = rng.choice(list(DRAFTERS))
+            drafter.on_block = lambda block, name=name: DRAFTERS[name](drafter, block, rng)
+            base = _request(rng, GammaPolicy(0))
+            if repr(base) not in plain:
+                plain[repr(base)] = await _tokens(orchestrator, base)
+            rejecting = rng.random() < 0.2
+            method = rng.choice(REJECTING) if rejecting else base.verification
+            policy = GammaPolicy(rng.choice([1, 4, 8]), max_nodes=8)
+            request = replace(base, gamma=policy, verification=method)
+            got = await _tokens(orchestrator, request)
+            # These depend on the drafter's distribution, which is wrong here: only counts match.
+            is_fine = len(got) == NUM_TOKENS if rejecting else got == plain[repr(base)]
+            wrong = None if is_fine else f"{name} changed the tokens of {request}: {got}"
+            campaign.count("hostile drafter", name, wrong=wrong)
 
 
 async def fuzz_with_hostile_target(redis: Any, campaign: Campaign) -> None:
     """Complete with a target that sends anything: each request ends in time, with tokens or a typed error."""
     rng = campaign.dice("target")
-    target = ScriptedWorker("target", vocab_size=VOCAB, max_context=CONTEXT)
-    await target.start()
-    try:
-        settings = {"verify_timeout_s": 1.0, "worker_wait_s": 1.0, "redis_prefix": "hostile-target"}
-        async with running(redis, target.address, "", **settings) as orchestrator:
-            for _ in campaign.rounds():
-                name = rng.choice(["bad verdict", *TARGETS])
-                target.on_block = lambda block, name=name: TARGETS[name](target, block, rng)
-                try:
-                    await _tokens(orchestrator, _request(rng, GammaPolicy(0), rng.choice([None, 0, 3])))
-                except asyncio.TimeoutError:
-                    campaign.count("hostile target", "hang", wrong=f"{name}: no end")
-                except GammarayError as error:
-                    # One that is ours by accident would be a bug in our own code.
-                    is_bug = type(error) is InternalError and "Error)" in str(error)
-                    wrong = f"{name}: {error}" if is_bug else None
-                    campaign.count("hostile target", type(error).__name__, wrong=wrong)
-                else:
-                    campaign.count("hostile target", "completed")
-    finally:
-        await target.stop()
+    settings = {"verify_timeout_s": 1.0, "worker_wait_s": 1.0, "redis_prefix": "hostile-target"}
+    async with (
+        scripted("target", **DEMO) as target,
+        running(redis, target.address, "", **settings) as orchestrator,
+    ):
+        for _ in campaign.rounds():
+            name = rng.choice(["bad verdict", *TARGETS])
+            target.on_block = lambda block, name=name: TARGETS[name](target, block, rng)
+            try:
+                await _tokens(orchestrator, _request(rng, GammaPolicy(0), rng.choice([None, 0, 3])))
+            except asyncio.TimeoutError:
+                campaign.count("hostile target", "hang", wrong=f"{name}: no end")
+            except GammarayError as error:
+                # One that is ours by accident would be a bug in our own code.
+                is_bug = type(error) is InternalError and "Error)" in str(error)
+                wrong = f"{name}: {error}" if is_bug else None
+                campaign.count("hostile target", type(error).__name__, wrong=wrong)
+            else:
+                campaign.count("hostile target", "completed")
 
 
 def _request(rng: random.Random, gamma: GammaPolicy, num_top: int | None = None) -> GenerationRequest:
@@ -165,7 +161,4 @@ def _request(rng: random.Random, gamma: GammaPolicy, num_top: int | None = None)
 
 
 async def _tokens(orchestrator: Any, request: GenerationRequest) -> list[int]:
-    async def run() -> list[int]:
-        return tokens_of([chunk async for chunk in orchestrator.generate(request)])
-
-    return await asyncio.wait_for(run(), REQUEST_TIMEOUT_S)
+    return tokens_of(await asyncio.wait_for(complete(orchestrator, request), REQUEST_TIMEOUT_S))

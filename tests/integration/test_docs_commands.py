@@ -2,31 +2,29 @@
 
 import itertools
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
-from pathlib import Path
 
-import helm_python
 import pytest
 import yaml
 
+from tests.support.chart.chart_helpers import CHART, REGISTRY, chart, render
 from tests.support.docs_commands import (
     HERE,
     ON_A_CLUSTER,
+    PAGES,
     RENDERED,
     ROOT,
     WITH_KUBECTL,
     WITHOUT_A_CLUSTER,
     blocks,
     commands,
+    environment,
 )
 
 pytestmark = pytest.mark.integration
 
-CHART = ROOT / "helm" / "gammaray"
 KINDS = {"here": HERE, "rendered": RENDERED, "kubectl": WITH_KUBECTL, "cluster": ON_A_CLUSTER}
 ALL = commands()
 
@@ -53,20 +51,13 @@ def test_every_pattern_matches_a_command():
 
 def test_no_command_pipes_a_file_into_serve_run():
     """`serve run` takes what is no regular file for the import path of a module."""
-    assert not [command for _, command in ALL if "/dev/stdin" in command]
-    text = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
-    assert "/dev/stdin" not in text
+    assert not [page for page in PAGES if "/dev/stdin" in page.read_text()]
 
 
 @pytest.fixture
 def shell(tmp_path):
     """Runs commands in a folder of their own, with the tools of this environment."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("GAMMARAY_")}
-    own |= {
-        "PATH": f"{Path(sys.executable).parent}:{own['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "HOME": str(tmp_path),
-    }
+    own = {**environment(), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
 
     def run(command):
         return subprocess.run(
@@ -113,10 +104,9 @@ def test_chart_renders_with_the_values_of_a_command(page, command):
             key, _, text = value.partition("=")
             assert key == "image.registry"
             values["image"] = {"registry": text}
-    values.setdefault("image", {"registry": "registry.example.com/team"})  # of the reader's own values
-    chart = helm_python.Chart.load(CHART)
-    chart.validate_schema(values)
-    assert "gammaray/templates/rayservice.yaml" in chart.render(values, name="gammaray", namespace="gammaray")
+    values = {**REGISTRY, **values}  # of the reader's own values
+    chart().validate_schema(values)
+    assert "rayservice.yaml" in render(values)
 
 
 @of_kind("kubectl")

@@ -144,12 +144,8 @@ async def test_expired_deadline_makes_no_call():
         assert not target.blocks
 
 
-def accept(info):
-    return None
-
-
 @asynccontextmanager
-async def link_to(address: str, check=accept):
+async def link_to(address: str, check=lambda info: None):
     link = WorkerConnection(TARGET, address, check=check, on_change=lambda: None)
     link.start()
     try:

@@ -12,12 +12,9 @@ from llguidance import LLMatcher
 
 from gammaray.errors import FailedPreconditionError
 from gammaray.grammar.matcher import grammar_identity
-from tests.support.engine_helpers import tiny_model
 from tests.support.workers.resume_helpers import first_chunks, request_of, resumed, two_orchestrators
 from tests.support.workers.scripted_workers import scripted
-from tests.support.workers.service_helpers import SEEDED, complete, text_of, tokens_of
-from tests.support.workers.service_helpers import running as orchestrating
-from tests.support.workers.workers_helpers import running
+from tests.support.workers.service_helpers import SEEDED, complete, running, text_of, tokens_of
 
 pytestmark = [pytest.mark.integration]
 
@@ -29,7 +26,7 @@ GRAMMAR = "start: /[a-z]*/"
 async def test_request_with_a_grammar_is_refused_at_once(redis_server):
     async with (
         scripted("target", grammars=FOREIGN, **DEMO) as target,
-        orchestrating(redis_server, target.address, "", worker_wait_s=300.0) as orchestrator,
+        running(redis_server, target.address, "", worker_wait_s=300.0) as orchestrator,
     ):
         request = request_of(max_tokens=4)
         sampling = dataclasses.replace(request.sampling, grammar=GRAMMAR)
@@ -38,11 +35,6 @@ async def test_request_with_a_grammar_is_refused_at_once(redis_server):
             await complete(orchestrator, asked)
         assert target.blocks == []
         assert len(tokens_of(await complete(orchestrator, request))) == 4
-
-
-async def test_target_worker_tells_its_library(tmp_path):
-    async with running("target", tiny_model("llama", tmp_path, seed=1)) as (link, _):
-        assert (await link.info()).grammar_identity == grammar_identity()
 
 
 LETTERS = "start: /[a-z]{400}/"

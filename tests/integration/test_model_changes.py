@@ -25,12 +25,9 @@ DEMO = {"vocab_size": 2048, "max_context": 1024}
 
 def stops_after(worker, count):
     """Have a worker vanish instead of answering a block."""
-    seen = 0
 
     def answer(block):
-        nonlocal seen
-        seen += 1
-        if seen <= count:
+        if len(worker.blocks) <= count:
             return worker.work(block)
         worker.stopping = asyncio.create_task(worker.stop())
         return None
@@ -38,7 +35,8 @@ def stops_after(worker, count):
     worker.on_block = answer
 
 
-async def test_target_of_another_model_is_skipped_when_one_fails():
+@pytest.mark.parametrize("count", [3, 0], ids=["after some tokens", "before the first token"])
+async def test_only_a_session_without_tokens_moves_to_another_model_when_its_target_fails(count):
     async with (
         scripted("target", identity=OLD) as first,
         scripted("target", identity=NEW) as foreign,
@@ -48,13 +46,13 @@ async def test_target_of_another_model_is_skipped_when_one_fails():
         session = make_session(max_tokens=20)
         drafter, verifier = clients(fleet, session)
         verifier.prefer(session, first.address)
-        stops_after(first, 3)
+        stops_after(first, count)
         fleet.targets.links[second.address].sessions |= {"x", "y"}  # least loaded is the foreign one
         await finish(session, drafter, verifier, 0)
         assert emitted(session) == continuation(PROMPT, 20)
-        assert foreign.blocks == []
-        assert second.blocks[0].spec.model_identity == OLD
-        assert session.model_identity == OLD
+        used, other = (second, foreign) if count else (foreign, second)
+        assert other.blocks == []
+        assert used.blocks[0].spec.model_identity == session.model_identity == used.identity
 
 
 async def test_target_that_restarts_with_another_model_is_refused_with_both_names():
@@ -72,20 +70,6 @@ async def test_target_that_restarts_with_another_model_is_refused_with_both_name
         assert (caught.value.began, caught.value.serving) == (OLD, (NEW,))
         assert emitted(session) == continuation(PROMPT, 3)
         assert len(target.blocks) == num_blocks
-
-
-async def test_session_without_tokens_can_use_any_model():
-    async with (
-        scripted("target", identity=OLD) as first,
-        scripted("target", identity=NEW) as other,
-        fleet_of(first, other) as fleet,
-    ):
-        session = make_session(max_tokens=10)
-        drafter, verifier = clients(fleet, session)
-        verifier.prefer(session, first.address)
-        stops_after(first, 0)
-        await finish(session, drafter, verifier, 0)
-        assert session.model_identity == NEW
 
 
 async def test_worker_itself_refuses_the_session_of_another_model(tmp_path):

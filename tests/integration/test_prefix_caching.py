@@ -10,7 +10,7 @@ from gammaray.errors import NotFoundError
 from gammaray.types import GenerationRequest, SamplingParams
 from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.workers.prefix_affinity import prefix_keys
-from tests.support.workers.service_helpers import first_tokens, running, tokens_of, worker_process
+from tests.support.workers.service_helpers import first_tokens, rest_of, running, tokens_of, worker_process
 
 pytestmark = pytest.mark.integration
 
@@ -70,8 +70,7 @@ async def test_a_session_deleted_while_running_leaves_no_cache(orchestrator):
         assert await orchestrator.sessions.delete("soon-gone", ALICE)
         # What a worker does that was fed again before the owner heard of it.
         with pytest.raises(NotFoundError):
-            async for _ in stream:
-                pass
+            await rest_of(stream)
     other = dataclasses.replace(request, session_id="", max_tokens=4)
     assert (await ask(orchestrator, other, ALICE))[1].cached_tokens == 0
 

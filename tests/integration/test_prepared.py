@@ -19,10 +19,10 @@ from tests.support.workers.service_helpers import running as orchestrating
 VOCAB = 97
 
 
-def message(token_ids, proposal, *, epoch=1, base_position=4):
+def message(token_ids, proposal, *, base_position=4):
     return draft_pb.AheadProposal(
         session_id="s",
-        epoch=epoch,
+        epoch=1,
         base_position=base_position,
         token_ids=token_ids,
         gamma=4,
@@ -197,12 +197,18 @@ async def tokens_and_summary(redis_server, target, drafters, gamma):
 
 
 @pytest.mark.integration
-async def test_prepared_proposals_are_taken_and_change_no_token(redis_server, pusher):
-    def right(block, tokens, outcome):
+@pytest.mark.parametrize("is_own", [True, False], ids=["of the session", "of other sessions"])
+async def test_prepared_proposals_are_taken_by_their_session_and_change_no_token(
+    redis_server, pusher, is_own
+):
+    def own(block, tokens, outcome):
         following = pb.Proposal(token_ids=pusher.guess([*tokens, *outcome], GAMMA))
         return [ahead(block, outcome, following), ahead(block, [*outcome, 1])]
 
-    pusher.push = right
+    def others(block, tokens, outcome):
+        return [ahead(block, outcome, session_id=f"{block.session_id}{n}") for n in range(3000)]
+
+    pusher.push = own if is_own else others
     async with scripted("target", **DEMO) as target:
         plain, _ = await tokens_and_summary(redis_server, target, [], 0)
         target.delay_s = 0.1  # a proposal ahead is there before the outcome that it is for
@@ -210,21 +216,9 @@ async def test_prepared_proposals_are_taken_and_change_no_token(redis_server, pu
     assert tokens == plain
     assert summary.fallback_cycles == 0
     # Of a proposal that was taken the worker is told, to go on.
-    assert sum(block.is_notice for block in pusher.blocks) >= summary.model_cycles - 2 > 3
-
-
-@pytest.mark.integration
-async def test_proposals_for_other_sessions_are_dropped(redis_server, pusher):
-    def other_sessions(block, tokens, outcome):
-        return [ahead(block, outcome, session_id=f"{block.session_id}{n}") for n in range(3000)]
-
-    pusher.push = other_sessions
-    async with scripted("target", **DEMO) as target:
-        plain, _ = await tokens_and_summary(redis_server, target, [], 0)
-        tokens, summary = await tokens_and_summary(redis_server, target, [pusher], GAMMA)
-    assert tokens == plain
-    assert summary.model_cycles > 0
-    assert summary.fallback_cycles == 0
+    num_taken = sum(block.is_notice for block in pusher.blocks)
+    assert num_taken >= summary.model_cycles - 2 if is_own else num_taken == 0
+    assert summary.model_cycles > 5
 
 
 @pytest.mark.integration

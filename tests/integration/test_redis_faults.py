@@ -1,14 +1,13 @@
 """Faults of Redis: failovers by name or Sentinel, error replies, and a private server that is killed."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import socket
 import threading
 import time
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -56,19 +55,21 @@ from tests.support.workers.scripted_workers import commit, make_session, scripte
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def begun(url):
     """Yield a client, a store and a session in it, with nothing else there."""
-    async with contextlib.aclosing(connect(url)) as redis:
+    async with aclosing(connect(url)) as redis:
         await redis.flushall()
         store, session = RedisStore(redis, ttl_s=60), make_session()
         await store.create(session, b"")
         yield redis, store, session
 
 
-def promote(replica):
+def fail_over(replica, name):
+    """Make a replica the primary, to which the name leads from now on."""
     with sync_redis.Redis.from_url(replica.url) as client:
         client.replicaof("NO", "ONE")
+    name.target = port_of(replica.url)
 
 
 async def test_commits_continue_at_the_new_primary_of_the_host_name():
@@ -78,8 +79,7 @@ async def test_commits_continue_at_the_new_primary_of_the_host_name():
             # Several connections are open at once, all of them to the server that is about to be demoted.
             await asyncio.gather(*(answer(redis.set(f"k{i}", i)) for i in range(20)))
             assert int(await redis.wait(1, 10_000)) == 1
-            promote(new)
-            name.target = port_of(new.url)
+            fail_over(new, name)
             follow(old, new)  # it keeps the connections of its clients
             await commit(store, session, [2])
             await asyncio.gather(*(answer(redis.set(f"k{i}", -i)) for i in range(20)))
@@ -117,31 +117,12 @@ async def test_commit_under_way_waits_for_the_new_primary():
             committing = asyncio.create_task(commit(store, session, [1]))
             await asyncio.sleep(0.5)
             assert not committing.done()
-            promote(new)
-            name.target = port_of(new.url)
+            fail_over(new, name)
             await committing
             assert (await store.read("s")).token_ids == (1,)
 
 
-async def test_worker_announces_itself_at_the_new_primary():
-    with replicated() as (old, new):
-        async with redis_name(old) as (name, url), contextlib.aclosing(connect(new.url)) as fresh:
-            announcer = Announcer(url, "target", "h:1")
-            await announcer.start()
-
-            async def targets() -> set[str]:
-                return (await RedisRegistry(fresh).workers())["target"]
-
-            promote(new)
-            name.target = port_of(new.url)
-            follow(old, new)
-            await fresh.flushall()
-            assert await until_so(targets) == {"h:1"}
-            await announcer.withdraw()
-            assert await targets() == set()
-
-
-@contextlib.contextmanager
+@contextmanager
 def sentinel_of(primary, *lines):
     secret = urlsplit(primary.url).password
     watch = [
@@ -188,7 +169,7 @@ async def store_until_it_works(store, session, token_ids):
 async def test_sentinel_that_demotes_a_living_primary_is_followed():
     """With `min-replicas-to-write`, the old primary refuses writes from its replica's promotion on."""
     with replicated() as (old, new), sentinel_of(old) as url:
-        async with contextlib.aclosing(connect(url)) as redis:
+        async with aclosing(connect(url)) as redis:
             await answer(redis.set("k", 1))
             with sync_redis.Redis.from_url(old.url) as client:
                 client.config_set("min-replicas-to-write", 1)
@@ -265,12 +246,10 @@ def test_sentinel_url_options_apply_to_sentinels_or_servers():
 
 
 BUSY = "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE."
-READONLY = "READONLY You can't write against a read only replica."
-LOADING = "LOADING Redis is loading the dataset in memory"
 TEMPORARY = (
     BUSY,
-    READONLY,
-    LOADING,
+    "READONLY You can't write against a read only replica.",
+    "LOADING Redis is loading the dataset in memory",
     "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
     "CLUSTERDOWN The cluster is down",
     "TRYAGAIN Multiple keys request during rehashing of slot",
@@ -280,10 +259,6 @@ OOM = "OOM command not allowed when used memory > 'maxmemory'."
 MISCONF = "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk."
 OF_EACH_KIND = (BUSY, NOPERM, OOM, "NOAUTH Authentication required.", "SOMETHING unknown")
 WRITE = "return redis.call('SET', KEYS[1], ARGV[1])"
-
-
-def entry(address: str) -> str:
-    return json.dumps({"role": "target", "address": address})
 
 
 def refused(name: RedisName) -> set[str]:
@@ -313,12 +288,14 @@ async def test_error_replies_do_not_end_background_tasks(redis_server, redis, em
         name.reply = reply
         await until(lambda: {"SCAN 0", "SET gammaray:orchestrator", "SET gammaray:worker"} <= refused(name))
         await redis.flushall()
-        await redis.set("gammaray:worker:target:t", entry(worker.address))
+        announced = {"role": "target", "address": worker.address}
+        await redis.set("gammaray:worker:target:t", json.dumps(announced))
         name.reply = ""
         await until(lambda: fleet.targets.pick() is not None)
         assert await until_so(other.others) == [state]
         assert await until_so(drafts) == {"h:1"}
         await announcer.withdraw()
+        assert await drafts() == set()
         await presence.stop()
         await fleet.close()
 

@@ -22,7 +22,7 @@ from tests.support.workers.resume_helpers import (
     two_orchestrators,
     undisturbed,
 )
-from tests.support.workers.service_helpers import PROMPTS, complete, first_tokens, text_of, tokens_of
+from tests.support.workers.service_helpers import PROMPTS, complete, first_tokens, rest_of, text_of, tokens_of
 
 pytestmark = pytest.mark.integration
 
@@ -97,11 +97,9 @@ async def test_takeover_ends_the_former_owner_and_loses_no_token(pair):
         rest = other.generate(resumed(request, chunks))  # the client came back elsewhere
         chunks.append(await anext(rest))
         with pytest.raises(FailedPreconditionError, match="another owner"):
-            async for _ in stream:
-                pass
+            await rest_of(stream)
     await one.leases.settled()
-    async for chunk in rest:
-        chunks.append(chunk)
+    chunks += await rest_of(rest)
     assert tokens_of(chunks) == tokens_of(whole)
     assert text_of(chunks) == text_of(whole)
     info, _ = await one.sessions.get(request.session_id, ANONYMOUS)
@@ -184,8 +182,7 @@ async def test_cancel_ends_the_stream_permanently(pair):
         chunks = [await anext(stream) for _ in range(3)]
         info = await other.sessions.cancel(request.session_id, ANONYMOUS)
         assert (info.state, info.finish_reason) == (SessionState.FINISHED, FinishReason.CANCELLED)
-        async for chunk in stream:
-            chunks.append(chunk)
+        chunks += await rest_of(stream)
     assert chunks[-1].finish_reason is FinishReason.CANCELLED
     assert len(tokens_of(chunks)) < 1500
     assert await sessions_on(one, 0) == 0
@@ -202,8 +199,7 @@ async def test_delete_ends_the_stream_and_frees_everything(pair, redis):
         await first_tokens(stream)
         assert await other.sessions.delete(request.session_id, ANONYMOUS)
         with pytest.raises(NotFoundError, match="deleted or has expired"):
-            async for _ in stream:
-                pass
+            await rest_of(stream)
     await one.leases.settled()
     assert not await other.sessions.delete(request.session_id, ANONYMOUS)
     assert await redis.exists(*Keys().of(request.session_id)[:3]) == 0
@@ -246,7 +242,7 @@ async def test_sessions_of_another_tenant_are_not_found(pair):
     one, _ = pair
     alice, bob = Caller("alice"), Caller("bob")
     request = request_of(max_tokens=3)
-    (*_, last) = [chunk async for chunk in one.generate(request, alice)]
+    (*_, last) = await complete(one, request, alice)
     assert last.session_id == request.session_id
     await one.leases.settled()
     info, _ = await one.sessions.get(request.session_id, alice)

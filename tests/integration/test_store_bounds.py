@@ -185,7 +185,7 @@ async def test_request_that_can_never_fit_is_an_argument_error(redis):
         await store_of(redis, need - 1).create(session_of("a"), b"request")
 
 
-async def test_takeover_of_a_session_replaced_meanwhile_is_rejected(redis, redis_server, tokenizer):
+async def test_takeover_of_a_session_replaced_meanwhile_is_rejected(redis, tokenizer):
     class Slow(RedisStore):
         """Another client deletes the session, and begins one of its name, before it is taken over."""
 
@@ -272,7 +272,7 @@ async def test_cycle_records_are_charged_and_keep_bytes_free_for_sessions(redis)
     assert await used(redis) == 0
 
 
-async def test_redis_at_its_memory_limit_refuses_and_recovers(redis_server, redis):
+async def test_redis_at_its_memory_limit_refuses_and_recovers(redis):
     store = store_of(redis, 2**30)
     session = session_of("alice:a", 10**5)
     await store.create(session, b"request")

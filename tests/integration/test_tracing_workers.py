@@ -32,8 +32,6 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER_SPAN = "b7ad6b7169203331"
 SAMPLED, ALSO_SAMPLED = (Caller(traceparent=f"00-{one}-{CALLER_SPAN}-01") for one in (TRACE_ID, "1" * 32))
 TIMEOUT_S = 60.0
-
-STOP_TIMEOUT_S = 60.0
 MICROSECOND_NS = 1000
 ASKING, SERVING = ("client", "producer"), ("server", "consumer")
 
@@ -44,7 +42,7 @@ def exporting_worker(role: str, environment: dict[str, str]) -> Iterator[tuple[s
     with worker_process(role, environment=environment) as (process, address):
         yield process, address
         process.send_signal(signal.SIGTERM)
-        process.wait(STOP_TIMEOUT_S)
+        process.wait(TIMEOUT_S)
 
 
 def of_trace(spans: Sequence[ReceivedSpan], trace_id: str) -> list[ReceivedSpan]:
@@ -64,13 +62,6 @@ def is_whole(spans: Sequence[ReceivedSpan]) -> bool:
     asked = [span for span in spans if span.kind in ASKING and not span.is_error]
     num_served = sum(span.kind in SERVING for span in spans if span.name != t.SPAN_GENERATE)
     return num_served >= sum(span.attributes[t.BLOCKS] for span in asked)
-
-
-def children(spans: Sequence[ReceivedSpan]) -> dict[str, list[ReceivedSpan]]:
-    found = defaultdict(list)
-    for span in spans:
-        found[span.parent_id].append(span)
-    return found
 
 
 def assert_nested(spans: Sequence[ReceivedSpan]) -> None:
@@ -101,10 +92,6 @@ def assert_as_documented(span: ReceivedSpan) -> None:
 def request(seed=1, **fields) -> GenerationRequest:
     fields |= {"sampling": SamplingParams(temperature=0.7, seed=seed), "gamma": GammaPolicy(fixed=2)}
     return GenerationRequest(PROMPTS[0], max_tokens=96, ignore_eos=True, **fields)
-
-
-async def generate(orchestrator, request, caller=SAMPLED):
-    return [chunk async for chunk in orchestrator.generate(request, caller)]
 
 
 async def test_records_of_a_session_are_those_of_its_cycles(redis_server, workers):
@@ -143,12 +130,12 @@ REQUEST = GenerationRequest(
 @pytest.mark.nightly
 async def test_every_attribute_of_the_catalogue_is_emitted(monkeypatch, tmp_path):
     with running_redis() as redis, receiving() as (endpoint, receiver):
-        for name, value in _environment(endpoint).items():
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         with exporting_worker("draft", {}) as (_, draft), exporting_worker("target", {}) as (_, survivor):
             addresses, offset = await _survive_a_target_and_resume(redis, survivor, draft)
             async with running(redis, survivor, draft) as orchestrator:
-                chunks = await generate(orchestrator, request())
+                chunks = await complete(orchestrator, request(), SAMPLED)
             await _follow_a_grammar(redis, survivor, draft)
             await _draft_by_a_head(redis, tmp_path)
             await _ask_without_the_tokens(survivor)
@@ -196,7 +183,9 @@ def _check_cycles(spans, chunks):
     assert cycle.attributes[t.SESSION_ID] == root.attributes[t.SESSION_ID]
     assert [cycle.attributes[t.CYCLE_INDEX] for cycle in cycles] == list(range(len(cycles)))
     assert sum(cycle.attributes[t.EMITTED] for cycle in cycles) == 96
-    below = children(spans)
+    below = defaultdict(list)
+    for span in spans:
+        below[span.parent_id].append(span)
     for cycle in cycles[:-1]:  # the last one may have no room for a proposal
         propose, verify = sorted(below[cycle.span_id], key=lambda span: span.start_ns)
         assert (propose.name, verify.name) == (t.SPAN_PROPOSE, t.SPAN_VERIFY)
@@ -226,10 +215,6 @@ def _check_takeover(spans, addresses, offset):
     assert not after.is_error
 
 
-def _environment(endpoint):
-    return {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
-
-
 async def _survive_a_target_and_resume(redis, survivor, draft):
     """Return the addresses of both targets, and the number of tokens of the first turn's client."""
     received = []
@@ -245,7 +230,7 @@ async def _survive_a_target_and_resume(redis, survivor, draft):
                     if len(received) > 48:
                         break
     async with running(redis, survivor, draft) as successor:
-        await generate(successor, dataclasses.replace(REQUEST, resume_from=len(received)), Caller())
+        await complete(successor, dataclasses.replace(REQUEST, resume_from=len(received)))
     return [victim, survivor], len(received)
 
 
@@ -253,7 +238,7 @@ async def _follow_a_grammar(redis, target, draft):
     sampling = SamplingParams(temperature=0.7, seed=11, grammar='start: "x" /[a-z ]{20}/')
     request = dataclasses.replace(REQUEST, sampling=sampling, stop=(), ignore_eos=False, session_id="")
     async with running(redis, target, draft) as orchestrator:
-        await generate(orchestrator, request, ALSO_SAMPLED)
+        await complete(orchestrator, request, ALSO_SAMPLED)
 
 
 async def _draft_by_a_head(redis, folder):
@@ -261,7 +246,7 @@ async def _draft_by_a_head(redis, folder):
     request = dataclasses.replace(REQUEST, session_id="", drafter=DrafterKind.HEAD)
     with exporting_worker("target", {"GAMMARAY_HEAD": str(head)}) as (_, target):
         async with running(redis, target, "") as orchestrator:
-            await generate(orchestrator, request, ALSO_SAMPLED)
+            await complete(orchestrator, request, ALSO_SAMPLED)
 
 
 async def _ask_without_the_tokens(target):
@@ -282,4 +267,4 @@ async def _ask_without_the_tokens(target):
 async def _fail(redis):
     async with running(redis, "127.0.0.1:1", "", worker_wait_s=0.2) as orchestrator:
         with pytest.raises(UnavailableError):
-            await generate(orchestrator, dataclasses.replace(REQUEST, session_id=""), Caller())
+            await complete(orchestrator, dataclasses.replace(REQUEST, session_id=""))

@@ -6,11 +6,9 @@ import asyncio
 import dataclasses
 import re
 import shutil
-import socket
 import ssl
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from datetime import timedelta
 
 import grpc
@@ -18,17 +16,16 @@ import pytest
 from cryptography import x509
 
 from gammaray.config import TargetSettings
-from gammaray.errors import InvalidArgumentError, UnavailableError
+from gammaray.errors import InvalidArgumentError
 from gammaray.security.tls import TlsFiles, dial, tls_files
 from gammaray.types import GenerationRequest
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.v1.target_service_pb2_grpc import TargetServiceStub
 from orchestrator.launcher.preflight import free_ports
-from orchestrator.storage.client import check_redis
 from services.target_worker.worker import TargetWorker
 from tests.support.docs_commands import commands
 from tests.support.tls_helpers import Authority, role_certificates
-from tests.support.workers.redis_helpers import wait_until
+from tests.support.workers import redis_helpers
 from tests.support.workers.service_helpers import complete, running, tokens_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -112,23 +109,21 @@ async def test_worker_uses_a_renewed_certificate_without_a_restart(model, tmp_pa
 
 def serial(address: str, files: TlsFiles) -> int:
     """Return the serial number of the certificate that a worker shows."""
-    context = ssl.create_default_context(cafile=files.ca)
-    context.check_hostname = False
-    context.load_cert_chain(files.cert, files.key)
     host, port = address.split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as plain, context.wrap_socket(plain) as link:
-        shown = link.getpeercert(binary_form=True)
-    assert shown is not None
-    return x509.load_der_x509_certificate(shown).serial_number
+    shown = ssl.get_server_certificate((host, int(port)), ca_certs=str(files.ca), timeout=30)
+    return x509.load_pem_x509_certificate(shown.encode()).serial_number
 
 
 @pytest.mark.needs("redis-server")  # the embedded one has no TLS
-async def test_completion_over_tls_to_worker_and_redis(certificates, tmp_path):
+async def test_completion_over_tls_to_worker_and_redis(certificates, monkeypatch):
     files = certificates["server"]
     port = free_ports("127.0.0.1", 1)[0]
     url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={files.ca}&ssl_certfile={files.cert}&ssl_keyfile={files.key}"
     request = GenerationRequest((1, 2, 3), max_tokens=6, ignore_eos=True)
-    with redis_with_tls(files, port, url, tmp_path):
+    tls = {"port": port, "ca-cert-file": files.ca, "cert-file": files.cert, "key-file": files.key}
+    lines = (f"tls-{name} {value}" for name, value in tls.items())
+    monkeypatch.setattr(redis_helpers, "redis_binary", lambda: "redis-server")
+    with redis_helpers.configured_redis(*lines):
         async with target("demo", certificates["worker"], redis_url=url) as worker:
             server = type("Server", (), {"url": url})
             own = named(certificates["orchestrator"])
@@ -137,28 +132,6 @@ async def test_completion_over_tls_to_worker_and_redis(certificates, tmp_path):
                 roles = {process.role: process for process in await orchestrator.status()}
                 assert roles["redis"].healthy
                 assert "ssl" not in roles["redis"].address
-
-
-@contextmanager
-def redis_with_tls(files: TlsFiles, port: int, url: str, directory):
-    """A redis-server that accepts only TLS with a client certificate."""
-    options = {"port": 0, "bind": "127.0.0.1", "tls-port": port, "dir": directory, "save": ""}
-    options |= {"tls-ca-cert-file": files.ca, "tls-cert-file": files.cert, "tls-key-file": files.key}
-    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-
-    def answers() -> bool:
-        try:
-            with ThreadPoolExecutor(1) as pool:  # the test has an event loop in this thread
-                return pool.submit(check_redis, url).result() is None
-        except UnavailableError:
-            return False
-
-    with subprocess.Popen(["redis-server", *arguments], stdout=subprocess.DEVNULL) as process:
-        try:
-            wait_until(answers)
-            yield
-        finally:
-            process.terminate()
 
 
 @pytest.mark.parametrize("missing", ["ca.crt", "tls.crt", "tls.key"])

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import math
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 
 import pytest
 
@@ -61,7 +61,6 @@ async def test_remote_session_is_lossless_and_sends_only_missing_tokens(gamma):
 
 async def test_remote_evicted_session_is_fed_again():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
-        work = {worker: worker.work for worker in (target, draft)}
 
         def forgetful(worker):
             def answer(block):
@@ -69,7 +68,7 @@ async def test_remote_evicted_session_is_fed_again():
                     worker.forget()
                 elif len(worker.blocks) == 5:  # a part of the cache is gone
                     worker.held[block.session_id] = worker.held.get(block.session_id, [])[:2]
-                return work[worker](block)
+                return worker.work(block)
 
             return answer
 
@@ -301,10 +300,7 @@ def test_worker_compares_adapter_and_identity(adapter, identity, error):
     spec = pb.SessionSpec(adapter=adapter, model_identity=identity)
     block = target_pb.VerifyBlock(session_id="s", spec=spec)
     model = Model("m", 97, 100, "", identity=BASE, adapters={"sql": SQL})
-    if error is None:
-        check_identity(block, model)
-        return
-    with pytest.raises(error):
+    with nullcontext() if error is None else pytest.raises(error):
         check_identity(block, model)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jsonschema
 import pytest
 
-from gammaray.grammar.matcher import GrammarCompiler
+from gammaray.grammar.matcher import GrammarCompiler, grammar_identity
 from gammaray.grammar.texts import json_schema_grammar
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from gammaray.v1 import types_pb2 as types
@@ -91,6 +91,7 @@ def models(tmp_path_factory, tokenizer, size):
 @pytest.fixture
 async def target(models):
     async with running("target", models[0], deterministic=True) as (link, _):
+        assert (await link.info()).grammar_identity == grammar_identity()
         yield link
 
 
@@ -119,8 +120,8 @@ def driver_of(target, made: SamplingParams, draft=None, **options) -> Drafted:
     return Drafted(target, draft, PROMPT, made, session_id=name, eos_token_ids=(END,), **options)
 
 
-async def decode(target, made: SamplingParams, draft=None, **options) -> list[int]:
-    return await driver_of(target, made, draft, **options).generate(COUNT)
+async def decode(target, made: SamplingParams, **options) -> list[int]:
+    return await driver_of(target, made, **options).generate(COUNT)
 
 
 def assert_valid(tokenizer, tokens: Sequence[int]) -> None:
@@ -137,9 +138,9 @@ def lookup(tokens: Sequence[int]) -> Proposal:
     return Proposal()
 
 
-def random_chain(tokens: Sequence[int], size: int = 300) -> Proposal:
+def random_chain(tokens: Sequence[int]) -> Proposal:
     rng = random.Random(len(tokens))
-    return Proposal(tuple(rng.randrange(size) for _ in range(5)))
+    return Proposal(tuple(rng.randrange(300) for _ in range(5)))
 
 
 def random_tree(tokens: Sequence[int]) -> Proposal:

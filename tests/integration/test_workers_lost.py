@@ -133,21 +133,21 @@ class Stuck:
         assert await asyncio.to_thread(self.began.wait, ANSWER_TIMEOUT_S)
 
 
+def find_a_dead_process() -> None:
+    raise EngineLostError("process 7 of the engine ended with status -9")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["one of its processes is dead", "a step takes too long"])
 async def test_worker_leaves_while_its_engine_is_stuck(how, model, monkeypatch):
     monkeypatch.setattr(engine_thread, "STUCK_AFTER_S", 0.2)
-
-    def check() -> None:
-        raise EngineLostError("process 7 of the engine ended with status -9")
-
     stuck = Stuck()
     async with running("target", model) as (link, worker):
         break_steps(worker, stuck.step)
         await link.send([block_of("target", PROMPT)])
         await stuck.runs()
         if how == "one of its processes is dead":
-            worker.engine.scheduler.check = check
+            worker.engine.scheduler.check = find_a_dead_process
         else:
             worker.engine.scheduler.step_timeout_s = 0.1
         await assert_left(link, worker)
@@ -174,12 +174,9 @@ async def test_worker_whose_steps_have_a_bound_answers_during_one(role, model):
 
 
 async def test_idle_worker_whose_engine_is_lost_leaves(model):
-    def check() -> None:
-        raise EngineLostError("process 7 of the engine ended with status -9")
-
     async with running("target", model) as (link, worker):
         assert await status(link) == SERVING
-        worker.engine.scheduler.check = check
+        worker.engine.scheduler.check = find_a_dead_process
         await assert_left(link, worker)
         assert not worker.engine.is_alive
 

@@ -4,8 +4,10 @@ A command is a line that begins with `$ ` in a block marked `console`, with the 
 line of a block without a language that begins with `gammaray ` or `python -m `.
 """
 
+import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +52,10 @@ class Block:
 
     Args:
         page: File, from the root of the repository.
-        text: What stands in it.
         commands: Its commands in order, comments at their ends left out.
     """
 
     page: str
-    text: str
     commands: tuple[str, ...]
 
 
@@ -71,8 +71,14 @@ def blocks() -> list[Block]:
                 continue
             cleaned = [re.sub(r"\s{2,}# .*$", "", line).rstrip() for line in lines]
             if cleaned:
-                found.append(Block(str(page.relative_to(ROOT)), text, tuple(cleaned)))
+                found.append(Block(str(page.relative_to(ROOT)), tuple(cleaned)))
     return found
+
+
+def environment() -> dict[str, str]:
+    """Return the variables for commands: the programs of this environment, and no setting of gammaray."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GAMMARAY_")}
+    return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def commands() -> list[tuple[str, str]]:

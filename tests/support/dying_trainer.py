@@ -7,6 +7,7 @@ libraries loaded.
 """
 
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -32,20 +33,6 @@ STEPS: tuple[tuple[str, str, str, int | str, bool], ...] = (
     ("after the version", "gammaray.learning.folder", "replace_file", "state.json", True),
 )
 START, NONE = "start", "none"
-
-
-def _find(path: str) -> Any:
-    """Return a module, or a class in one."""
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            found = __import__(".".join(parts[:count]), fromlist=["_"])
-        except ImportError:
-            continue
-        for part in parts[count:]:
-            found = getattr(found, part)
-        return found
-    raise ImportError(path)
 
 
 def die_at(owner: Any, name: str, where: int | str, *, at_end: bool) -> None:
@@ -74,7 +61,7 @@ def train(step: str, folder: str, target: str, drafter: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     for name, owner, function, where, at_end in STEPS:
         if name == step:
-            die_at(_find(owner), function, where, at_end=at_end)
+            die_at(pkgutil.resolve_name(owner), function, where, at_end=at_end)
     train_until(lambda: os.getppid() != parent, time.sleep, Path(folder), target, drafter)
 
 

@@ -28,7 +28,6 @@ LIMITS = Limits(max_batch_tokens=256, prefill_chunk=64)
 SIZES = {
     "llama": {"head_dim": 32},
     "qwen3": {"head_dim": 32},
-    "gpt2": {"n_embd": 128, "n_head": 4, "n_layer": 3},
 }
 """vLLM's kernels want heads of 32 or more."""
 

@@ -56,13 +56,12 @@ def merged(llama, adapters) -> dict[str, TargetScheduler]:
     return {name: TargetScheduler(load_engine(str(path)), LIMITS) for name, path in paths.items()}
 
 
-def sessions(adapter, temperature=1.0, salt=None):
+def sessions(adapter, temperature):
     rng = random.Random(5)
     return [
         Session(
             [rng.randrange(4, 97) for _ in range(5 + 20 * at)],
             SamplingParams(seed=at, temperature=temperature),
-            salt=salt,
             adapter=adapter,
         )
         for at in range(2)

@@ -1,6 +1,5 @@
 """A whole cluster whose target runs on vLLM, under Ray Serve, with Redis and the public APIs."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -10,9 +9,6 @@ from gammaray import Client
 from gammaray.demo_pair import resolve_model
 from tests.support.adapter_helpers import make_adapter
 from tests.support.cluster.cluster_helpers import PATIENCE_S, running_cluster
-
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; to enable: make test-vllm", allow_module_level=True)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -79,12 +79,9 @@ async def test_a_worker_names_its_head_and_verifies_what_it_drafts(target, eagle
 
 
 def refusal(target: Path, **settings: object) -> InvalidArgumentError:
-    def start() -> None:
-        made = TargetSettings(model=str(target), engine="vllm", device="cpu", cache_budget_mb=8, **settings)
-        load_target(str(target), made, LIMITS)
-
+    given = {"model": str(target), "engine": "vllm", "device": "cpu", "cache_budget_mb": 8, **settings}
     with pytest.raises(InvalidArgumentError) as caught:
-        start()
+        load_target(str(target), TargetSettings(**given), LIMITS)
     assert "\n" not in str(caught.value)
     return caught.value
 

@@ -7,6 +7,7 @@ serves have to draw the target's tokens where they know its distribution.
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,14 +172,11 @@ def test_a_head_that_knows_the_distribution_draws_the_tokens_of_the_target(kind,
     """With the noise of each position: the distribution is the same everywhere, the tokens are not."""
     target = heads.constant_target(tmp_path / "target")
     head = heads.constant_head(kind, tmp_path / "head", target)
-    vllm = start_vllm(target, head=str(head), cache_budget_bytes=BUDGET, max_proposal=16)
-    try:
-        sessions = [
-            Session(prompt, SamplingParams(temperature=1.0, seed=at)) for at, prompt in enumerate(prompts())
-        ]
+    sessions = [
+        Session(prompt, SamplingParams(temperature=1.0, seed=at)) for at, prompt in enumerate(prompts())
+    ]
+    with closing(start_vllm(target, head=str(head), cache_budget_bytes=BUDGET, max_proposal=16)) as vllm:
         cycles = run(vllm, sessions, 40, by_head(DEPTHS.get(kind, 4)))
-    finally:
-        vllm.close()
     assert sum(len(proposal) for _, _, proposal, _ in cycles) >= 4 * 28
     assert all(len(verdict.accepted_path) == len(proposal) for _, _, proposal, verdict in cycles)
     assert all(len(set(session.output)) > 20 for session in sessions)

@@ -13,10 +13,8 @@ import pytest
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from tests.support.vllm_helpers import Session, answers, drafted, end, generate, prompt
 
-METHODS = list(VerificationMethod)
 
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", VerificationMethod)
 @pytest.mark.parametrize(
     "fields",
     [{}, {"temperature": 0}, {"temperature": 0.6, "top_p": 0.9}, {"presence_penalty": 0.7, "top_k": 12}],

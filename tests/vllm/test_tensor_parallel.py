@@ -94,23 +94,16 @@ def worker(llama):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(START_TIMEOUT_S)
-def test_sigkill_of_a_rank_ends_the_worker_with_exit_1_and_no_process_stays(worker):
+@pytest.mark.parametrize(
+    ("victim", "signum", "status"),
+    [("worker", signal.SIGTERM, 0), ("worker", signal.SIGKILL, -signal.SIGKILL), ("rank", signal.SIGKILL, 1)],
+)
+def test_a_signal_to_the_worker_or_a_rank_leaves_no_process(worker, victim, signum, status):
     process, children = worker
     commands = {child: " ".join(child.cmdline()) for child in children}
-    victims = [one for one in children if "multiprocessing.spawn" in commands[one] or "VLLM" in one.name()]
-    assert len(victims) == 2, commands
-    victims[1].kill()
-    assert process.wait(30) == 1
-    _, alive = psutil.wait_procs(children, 10)
-    assert not alive
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(START_TIMEOUT_S)
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_worker_leaves_no_process(worker, signum):
-    process, children = worker
-    process.send_signal(signum)
-    assert process.wait(30) == (0 if signum == signal.SIGTERM else -signal.SIGKILL)
+    ranks = [one for one in children if "multiprocessing.spawn" in commands[one] or "VLLM" in one.name()]
+    assert len(ranks) == 2, commands
+    (process if victim == "worker" else ranks[1]).send_signal(signum)
+    assert process.wait(30) == status
     _, alive = psutil.wait_procs(children, 10)
     assert not alive

@@ -5,6 +5,7 @@ The tiny models are quantised here, by rounding to the nearest.
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -181,8 +182,7 @@ def test_a_quantised_checkpoint_is_served_as_its_dequantised_form(base, tmp_path
     quantised, plain = written(base, tmp_path, kind)
     wanted = logprobs(plain_logits(rounding(plain_model(plain), kind), PROMPT))
     unrounded = logprobs(plain_logits(plain_model(base), PROMPT))
-    scheduler = start_vllm(quantised, dtype="bfloat16")
-    try:
+    with closing(start_vllm(quantised, dtype="bfloat16")) as scheduler:
         session = Session(PROMPT)
         task = session.block(num_prompt_logprobs=0)
         (reply,) = answers(scheduler, [task])
@@ -194,8 +194,6 @@ def test_a_quantised_checkpoint_is_served_as_its_dequantised_form(base, tmp_path
         outputs = generate(scheduler, [Session(PROMPT)], 16)
         proposals = iter([[*outputs[0][:4]], [5, 6], [*outputs[0][6:10]]])
         assert generate(scheduler, [Session(PROMPT)], 16, lambda s: next(proposals, [])) == outputs
-    finally:
-        scheduler.close()
 
 
 def test_quantised_weights_are_refused_where_vllm_has_no_kernels_for_them(base, tmp_path, monkeypatch):

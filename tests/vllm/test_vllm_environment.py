@@ -2,15 +2,11 @@
 
 import re
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import tomllib
 from packaging.requirements import Requirement
-
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; to enable: make test-vllm", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 

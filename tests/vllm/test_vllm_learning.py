@@ -1,8 +1,8 @@
 """A head on vLLM that learns: what is kept of streams, versions that take over, and no token that changes."""
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,10 @@ def settings(target: Path, head: Path, folder: Path, **changes: Any) -> TargetSe
     return TargetSettings(model=str(target), head=str(head), learn=str(folder), **given)
 
 
-@contextmanager
-def on_vllm(target: Path, head: Path, folder: Path, **changes: Any) -> Iterator[Any]:
+def on_vllm(target: Path, head: Path, folder: Path, **changes: Any) -> closing[Any]:
     """A scheduler of vLLM whose head learns in a folder."""
     _, scheduler = load_target(str(target), settings(target, head, folder, **changes), LIMITS)
-    try:
-        yield scheduler
-    finally:
-        scheduler.close()
+    return closing(scheduler)
 
 
 def serve(scheduler: Any, first: int, lengths: Sequence[int]) -> list[dict[int, tuple[int, ...]]]:

@@ -4,11 +4,9 @@ import time
 
 import pytest
 
-from tests.chaos.network.links import FAULTS, Network
+from tests.chaos.network.links import Fault, Network
 from tests.support.workers.fleet_helpers import clients, fleet_of
 from tests.support.workers.scripted_workers import finish, make_session, scripted, until
-
-BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 @pytest.mark.integration
@@ -21,7 +19,7 @@ async def test_worker_whose_link_stalls_is_left_before_its_deadlines():
             async with fleet_of(worker) as fleet:
                 session = make_session("s", max_tokens=5)
                 await finish(session, *clients(fleet, session), 3)
-                with network.faulty([link], BY_NAME["stalled"]):
+                with network.faulty([link], Fault("stalled", stalls=True)):
                     since = time.monotonic()
                     await until(lambda: fleet.targets.num_up == 0)
                     assert time.monotonic() - since < 5.0

@@ -26,12 +26,12 @@ class ListRegistry:
 
 
 @asynccontextmanager
-async def fleet_of(*workers: ScriptedWorker, registry=None, connect_s: float = 30.0, sha: str = ""):
+async def fleet_of(*workers: ScriptedWorker, registry=None, sha: str = ""):
     registry = registry or ListRegistry()
     for worker in workers:
         registry.known[worker.role].add(worker.address)
     fleet = Fleet(registry.workers, VOCAB, vocab_sha256=sha)
-    await fleet.start(connect_s)
+    await fleet.start(30.0)
     try:
         yield fleet
     finally:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from gammaray.config import REDIS_PREFIX, OrchestratorSettings
 from gammaray.types import GenerationRequest, SamplingParams
+from orchestrator.access.caller import ANONYMOUS, Caller
 from orchestrator.service import Orchestrator
 from services.process.registry import Announcer
 
@@ -22,15 +23,6 @@ _DEADLINES = {
     "verify_timeout_s": "orchestrator.service.VERIFY_TIMEOUT_S",
     "worker_wait_s": "orchestrator.service.WORKER_WAIT_S",
 }
-
-
-@contextmanager
-def deadlines(**seconds: float):
-    """Give constants of orchestrators in this process other values, by name: see `_DEADLINES`."""
-    with ExitStack() as patched:
-        for name, value in seconds.items():
-            patched.enter_context(patch(_DEADLINES[name], value))
-        yield
 
 
 @asynccontextmanager
@@ -47,10 +39,12 @@ async def announced(url: str, target: str, draft: str, prefix: str = REDIS_PREFI
 
 @asynccontextmanager
 async def running(server, target: str, draft: str, **settings):
-    """Run an orchestrator with these workers and settings, and deadlines of `deadlines`."""
+    """Run an orchestrator with these workers and settings, or other values of `_DEADLINES`."""
     given = {name: settings.pop(name) for name in _DEADLINES if name in settings}
     own = OrchestratorSettings(redis_url=server.url, **settings)
-    with deadlines(**given):
+    with ExitStack() as patched:
+        for name, value in given.items():
+            patched.enter_context(patch(_DEADLINES[name], value))
         async with announced(server.url, target, draft, own.redis_prefix):
             orchestrator = await Orchestrator.start(own)
             try:
@@ -59,13 +53,8 @@ async def running(server, target: str, draft: str, **settings):
                 await orchestrator.close()
 
 
-async def complete(orchestrator, request: GenerationRequest, after_chunk=lambda count: None):
-    chunks = []
-    async for chunk in orchestrator.generate(request):
-        if not chunk.is_opening:
-            chunks.append(chunk)
-            after_chunk(len(chunks))
-    return chunks
+async def complete(orchestrator, request: GenerationRequest, caller: Caller = ANONYMOUS):
+    return [chunk async for chunk in orchestrator.generate(request, caller) if not chunk.is_opening]
 
 
 async def first_tokens(stream):
@@ -74,6 +63,10 @@ async def first_tokens(stream):
         if not chunk.is_opening:
             return chunk
     raise AssertionError("the stream has no tokens")
+
+
+async def rest_of(stream) -> list:
+    return [chunk async for chunk in stream]
 
 
 def tokens_of(chunks) -> list[int]:

@@ -36,7 +36,6 @@ class Link:
 
     def __init__(self, address: str, role: str) -> None:
         self.is_target = role == "target"
-        self.address = address
         self.channel = grpc.aio.insecure_channel(address)
         if self.is_target:
             self.stub: Any = target_service_pb2_grpc.TargetServiceStub(self.channel)

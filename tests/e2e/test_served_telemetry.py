@@ -1,22 +1,24 @@
-"""Metrics of a running cluster: scraped numbers and documented queries equal the API's summaries."""
+"""Metrics of a running cluster, which equal the API's summaries, and traces, which go on those of callers."""
 
 import json
 import math
 import shutil
 import subprocess
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from opentelemetry import trace
 from prometheus_client.parser import text_string_to_metric_families
 
 from gammaray import Client, Completion
+from gammaray.telemetry import names as t
 from gammaray.telemetry.catalog import CATALOG, Role
 from orchestrator.launcher.preflight import free_ports
 from tests.programs import PROGRAMS
@@ -27,12 +29,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("idle_afterwards"), pytes
 COUNTED = ("gammaray_requests", "gammaray_cycles", "gammaray_tokens")
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S, SCRAPE_S = 60.0, 1.0
+TIMEOUT_S, SCRAPE_S = 60.0, 1.0
+PROMPT = "def read_lines(path):"
 
 
-def get_json(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return json.load(answer)
+def get_json(url: str, **params: str) -> Any:
+    return httpx.get(url, params=params, timeout=10).json()
 
 
 @dataclass
@@ -42,7 +44,7 @@ class Prometheus:
     url: str
 
     def query(self, query: str) -> list[dict[str, Any]]:
-        answer = get_json(f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
+        answer = get_json(f"{self.url}/api/v1/query", query=query)
         assert answer["status"] == "success", answer
         return list(answer["data"]["result"])
 
@@ -53,12 +55,12 @@ class Prometheus:
         return float(result[0]["value"][1]) if result else math.nan
 
     def wait_for(self, query: str, value: float) -> None:
-        is_so = eventually(lambda: self.number(query) == value, START_TIMEOUT_S)
+        is_so = eventually(lambda: self.number(query) == value, TIMEOUT_S)
         assert is_so, f"{query}: {self.query(query)}, not {value}"
 
     def is_ready(self) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=1):
-            return True
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/-/ready", timeout=1).is_success
         return False
 
 
@@ -76,7 +78,7 @@ def running_prometheus(http: str, directory: Path) -> Iterator[Prometheus]:
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         prometheus = Prometheus(f"http://127.0.0.1:{port}")
-        assert eventually(prometheus.is_ready, START_TIMEOUT_S), f"exit status {server.poll()}"
+        assert eventually(prometheus.is_ready, TIMEOUT_S), f"exit status {server.poll()}"
         yield prometheus
     finally:
         server.terminate()
@@ -91,8 +93,7 @@ def scrape(cluster: Cluster) -> dict[str, dict[tuple, float]]:
     found: dict[str, dict[tuple, float]] = {}
     for target in get_json(f"{cluster.http}/metrics/targets"):
         (address,) = target["targets"]
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-            text = answer.read().decode()
+        text = httpx.get(f"http://{address}/metrics", timeout=10).text
         samples = found.setdefault(target["labels"]["process"], {})
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -122,7 +123,7 @@ def orchestrator_at_rest(cluster: Cluster) -> dict[tuple, float]:
 
 def complete(cluster: Cluster, **options) -> Completion:
     with Client(cluster.grpc) as client:
-        return client.complete("def read_lines(path):", max_tokens=96, seed=1, temperature=0.7, **options)
+        return client.complete(PROMPT, max_tokens=96, seed=1, temperature=0.7, **options)
 
 
 def test_every_process_serves_every_metric_of_its_role(cluster):
@@ -172,3 +173,33 @@ def test_prometheus_answers_the_documented_queries_as_the_summary_does(cluster, 
         rules = [rule for group in alerts for rule in group["rules"]]
         assert len(rules) >= 9
         assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
+
+
+TRACE_IDS, SPAN_ID = {"gRPC": 0x0AF7651916CD43DD8448EB211C80319C, "HTTP": 7}, 0xB7AD6B7169203331
+
+
+def roots(spans, trace_id):
+    return [one for one in spans if one.name == t.SPAN_GENERATE and one.trace_id == f"{trace_id:032x}"]
+
+
+def is_whole(trace_id, number, spans):
+    """Whether so many generations of a trace have come, and spans of a worker too."""
+    services = {one.resource["service.name"] for one in spans if one.trace_id == f"{trace_id:032x}"}
+    return len(roots(spans, trace_id)) == number and "gammaray-target" in services
+
+
+def test_both_apis_continue_the_traces_of_their_callers(cluster, collector):
+    _, receiver = collector
+    with Client(cluster.grpc) as client:
+        untraced = client.complete(PROMPT, max_tokens=8, seed=1)
+        flags = trace.TraceFlags(1)
+        context = trace.SpanContext(TRACE_IDS["gRPC"], SPAN_ID, is_remote=False, trace_flags=flags)
+        with trace.use_span(trace.NonRecordingSpan(context)):
+            client.complete(PROMPT, max_tokens=8, seed=1)
+    headers = {"traceparent": f"00-{TRACE_IDS['HTTP']:032x}-{SPAN_ID:016x}-01"}
+    with cluster.openai() as client:
+        client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, n=2, extra_headers=headers)
+    for name, number in (("gRPC", 1), ("HTTP", 2)):
+        received = receiver.wait(partial(is_whole, TRACE_IDS[name], number), TIMEOUT_S)
+        assert {root.parent_id for root in roots(received, TRACE_IDS[name])} == {f"{SPAN_ID:016x}"}
+    assert untraced.session_id not in {span.attributes.get(t.SESSION_ID) for span in receiver.spans}
