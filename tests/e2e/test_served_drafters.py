@@ -11,7 +11,7 @@ from services.demo_pair import TARGET_DIR
 from tests.support.cluster.cluster_helpers import eventually, running_cluster
 from tests.support.head_helpers import bigram_head
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.nightly]
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
 TARGET = ("--target", str(TARGET_DIR))

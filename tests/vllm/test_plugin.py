@@ -211,6 +211,7 @@ def test_completions_with_speculation_equal_the_plain_ones(method, count, target
     assert "is ACTIVE" in plugged[-1]
 
 
+@pytest.mark.nightly
 def test_adapters_change_the_text_and_speculation_does_not(target, plain, tmp_path):
     from vllm.lora.request import LoRARequest
 

@@ -36,6 +36,7 @@ def test_architecture_that_vllm_lacks(demo):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.nightly
 def test_too_little_memory_for_the_cache(demo):
     """The worker says it in one line, beside what libraries write."""
     command = [sys.executable, "-m", "services.target_worker", "--engine", "vllm", "--model", str(demo)]

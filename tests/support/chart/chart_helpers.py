@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -133,14 +134,16 @@ def _render_texts(values: str, name: str) -> dict[str, str]:
 
 
 @functools.cache
-def _render(values: str, name: str) -> dict[str, dict[str, Any]]:
+def _render(values: str, name: str) -> bytes:
+    """Return the pickled manifests: to copy them takes longer."""
     texts = _render_texts(values, name)
-    return {file: read_yaml(text) for file, text in texts.items() if file != "NOTES.txt"}
+    return pickle.dumps({file: read_yaml(text) for file, text in texts.items() if file != "NOTES.txt"})
 
 
 def render(values: dict[str, Any] | None = None, name: str = RELEASE) -> dict[str, dict[str, Any]]:
     """Return each manifest by the file name of its template; a template with two resources is an error."""
-    return copy.deepcopy(_render(json.dumps(values or {}), name))
+    manifests: dict[str, dict[str, Any]] = pickle.loads(_render(json.dumps(values or {}), name))
+    return manifests
 
 
 def cluster(values: dict[str, Any] | None = None) -> dict[str, Any]:
