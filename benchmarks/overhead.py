@@ -55,8 +55,8 @@ ADAPTIVE = "adaptive"
 
 KINDS = {
     "orchestrator": ("Orchestrator", "APIServer", "api_server"),
-    "target": ("TargetWorker", "target_worker", "EngineCore"),
-    "draft": ("DraftWorker", "draft_worker"),
+    "target": ("TargetWorker", "target_worker", "simulated target", "EngineCore"),
+    "draft": ("DraftWorker", "draft_worker", "simulated draft"),
     "proxy": ("haproxy", "Proxy"),
     "redis": ("redis-server", "valkey-server"),
 }
