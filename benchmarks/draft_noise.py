@@ -55,10 +55,11 @@ def coupled(p: Tensor, q: Tensor) -> float:
         p: The target's probabilities, [vocab_size].
         q: The drafter's.
     """
-    ids = torch.cat([p.topk(TOKENS).indices, q.topk(TOKENS).indices]).unique()
+    most = min(TOKENS, len(p))
+    ids = torch.cat([p.topk(most).indices, q.topk(most).indices]).unique()
     p, q = p[ids].double().clamp_min(1e-30), q[ids].double().clamp_min(1e-30)
     p_rest, q_rest = (1.0 - float(part.sum()) for part in (p, q))
-    winners = p.topk(WINNERS).indices
+    winners = p.topk(min(WINNERS, len(p))).indices
     of_p, of_q = p[winners, None], q[winners, None]
     larger = (
         torch.maximum(p / of_p, q / of_q).sum(-1) + (max(0.0, p_rest) / of_p + max(0.0, q_rest) / of_q)[:, 0]
