@@ -49,7 +49,7 @@ test: install  ## fast tests and one cluster, eight minutes on two cores; ends w
 	$(BIN)/pytest -n 3 $(BY_FILE) -m "not (slow or e2e or kills)"
 
 test-needs: install  ## the tests of make test that need what test-programs installs
-	$(BIN)/pytest -n 3 $(BY_FILE) -m "needs and not (slow or e2e or kills)"
+	$(BIN)/pytest -n 3 $(BY_FILE) -m "needs and not (slow or e2e or kills)" tests/integration tests/unit/gammaray
 
 test-more: install  ## what make test leaves out: slow tests, and those of whole clusters
 	@failed=0; \

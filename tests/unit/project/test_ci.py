@@ -46,6 +46,16 @@ def test_ci_installs_and_tests_without_the_programs_first(machine):
     assert all(line.endswith(f": {' '.join(NAMES)}") for line in rest)
 
 
+def test_make_looks_for_tests_that_need_programs_where_they_are():
+    """`make test-needs` collects some folders only; other targets run those of whole clusters."""
+    (command,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if '-m "needs and' in line]
+    folders = [ROOT / word for word in command.split() if word.startswith("tests/")]
+    others = [ROOT / "tests" / name for name in ("e2e", "hosts", "unit/project")]
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if "mark.needs(" in path.read_text() or "EACH_SERVER" in path.read_text():
+            assert any(path.is_relative_to(folder) for folder in (*folders, *others)), path
+
+
 def test_bare_machine_keeps_other_programs_python_and_the_status(machine):
     script = 'other && echo "$PYTHON" && exit 7'
     command = [sys.executable, ROOT / ".ci/bare.py", "sh", "-c", script]
