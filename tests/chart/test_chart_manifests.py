@@ -86,6 +86,7 @@ DIFFERENCES = [
 LONG = "a-release-with-a-very-long-name-that-goes-on-and-on"
 
 
+@pytest.mark.slow
 def test_lint_schemas_and_names_of_every_variant_are_right():
     for values in VARIANTS.values():
         report = helm_python.lint(CHART, values, strict=True, namespace=NAMESPACE)

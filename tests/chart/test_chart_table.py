@@ -241,6 +241,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.slow
 def test_values_give_what_the_table_says():
     releases = [(values, release(values), rows) for values, rows in TABLE]
     for values, found, rows in releases:

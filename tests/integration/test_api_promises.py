@@ -25,7 +25,7 @@ from tests.support.grpc_helpers import Context
 from tests.support.http_helpers import CHAT, http_client
 from tests.support.workers.service_helpers import complete
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 PROMPT = "def read_lines(path):\n"
@@ -308,7 +308,6 @@ def client(api):
     )
 
 
-@pytest.mark.slow
 async def test_stream_get_and_session_agree(api, client):
     async with client.responses.stream(input="def read(path):", **RESPONSE) as stream:
         found = [event async for event in stream]

@@ -195,6 +195,7 @@ def test_full_disk_delays_a_version(tmp_path, target, untrained, monkeypatch):
     assert store.read().candidate == 1
 
 
+@pytest.mark.slow
 def test_streams_deleted_during_a_round_are_not_trained_on_from_then_on(tmp_path, target, monkeypatch):
     monkeypatch.setattr("services.train.live.trainer.MIN_TOKENS", 1000)
     head = new_head(tmp_path / "new", target)
