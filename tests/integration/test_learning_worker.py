@@ -28,6 +28,7 @@ def training(worker):
         return []
 
 
+@pytest.mark.nightly
 async def test_serving_goes_on_when_the_training_is_killed(tmp_path):
     target = tiny_target(tmp_path / "target")
     head = new_head(tmp_path / "head", target)
