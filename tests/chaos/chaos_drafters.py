@@ -44,11 +44,14 @@ class Way:
 
 
 def _mixtures(model: str) -> tuple[Way, ...]:
-    """Return mixtures of a model, by its drafter's name, and the text drafters."""
+    """Return mixtures of a model, by its drafter's name, and the text drafters.
+
+    With the adaptive gamma a model may propose in no cycle: outputs that repeat are found by look-ups.
+    """
     return (
         Way(f"{model} + prediction", (model, "prediction"), {"gamma": 4}, has_prediction=True),
         Way(f"{model} + look-ups, adaptive", (), {}),
-        Way(f"{model} + past outputs, adaptive", (model, "suffix"), {}, keeps_outputs=True),
+        Way(f"{model} + past outputs, adaptive", ("suffix",), {}, keeps_outputs=True),
     )
 
 
