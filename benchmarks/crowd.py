@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import statistics
@@ -133,6 +134,8 @@ async def measure(url: str, streams: int) -> dict[str, Any]:
         memory["early"] = resident_mb()
         await crowd
         late.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await late  # raises what a newcomer met
     memory["after"] = resident_mb()
     reading = [gap for kind in ("plain", "grammar") for gap in seen.gaps_s[kind]]
     gaps = percentiles(reading)

@@ -88,7 +88,7 @@ def text_of(
     return tokens
 
 
-def target_rows(engine: Engine) -> Rows:
+def model_rows(engine: Engine) -> Rows:
     """Return what computes the logits of a model that reads tokens alone."""
 
     def rows(tokens: Sequence[int], first: int) -> Tensor:
@@ -120,7 +120,7 @@ def head_rows(target: Engine, head: Engine) -> Rows:
 def drafters(options: Any, target: Engine, model: str) -> Iterator[tuple[str, Rows]]:
     """Yield each drafter's name and what computes its logits; one is loaded at a time."""
     for name in options.drafts:
-        yield name, target_rows(load_engine(name, draft_for=model, weights=options.draft_weights))
+        yield name, model_rows(load_engine(name, draft_for=model, weights=options.draft_weights))
     for name in options.heads:
         head, ids = load_head(name, model)
         head.to("cpu", torch.float32)
@@ -151,7 +151,7 @@ def run(options: Any) -> dict[str, Any]:
         for temperature in options.temperatures:
             text = text_of(target, prompt, temperature, options.tokens, tokenizer.eos_token_ids)
             texts.append((temperature, text, len(prompt)))
-    wanted = [target_rows(target)(text, first) for _, text, first in texts]
+    wanted = [model_rows(target)(text, first) for _, text, first in texts]
     points = []
     for name, rows in drafters(options, target, model):
         drafted = [rows(text, first) for _, text, first in texts]
