@@ -55,8 +55,12 @@ def start_vllm(directory: Path, **options):
 
 @pytest.fixture(scope="session", autouse=True)
 def groups():
-    """Keep vLLM's process groups when an engine ends: other engines of the run use them, too."""
+    """Keep vLLM's process groups when an engine ends: other engines of the run use them, too.
+
+    And compile nothing: it takes ten seconds of a run, and torch's threads for it never end.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._dynamo.config.disable", True)
         patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
         yield
 
