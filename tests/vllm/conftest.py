@@ -54,12 +54,14 @@ def start_vllm(directory: Path, **options):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def groups():
+def in_one_process():
     """Keep vLLM's process groups when an engine ends: other engines of the run use them, too.
 
-    And compile nothing: it takes ten seconds of a run, and torch's threads for it never end.
+    And compile nothing, as torch's threads for it never end; and look at models' classes in this process: on
+    a new machine vLLM starts another for each class, which takes 20 s.
     """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
         patch.setattr("torch._dynamo.config.disable", True)
         patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
         yield
