@@ -10,11 +10,12 @@ tokens before it only, so the next forward need not wait until they are stored a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from gammaray.blocks import Shape, TokenLogprobs, Verdict
@@ -23,6 +24,7 @@ from gammaray.types import Proposal
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits, row_paths
+from services.engine.sampling.logits import filter_key
 from services.own.prompt_scores import PromptScores
 from services.scheduling.batcher import Batcher, Feeds
 from services.scheduling.grammars import Grammars
@@ -32,12 +34,16 @@ from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import AheadTokens, Release, Reply, VerifyTask
 from services.speculation.local_drafter import Request, TargetHead
-from services.verification.verdicts import judge, token_logprobs
+from services.verification.rules import noise_rows
+from services.verification.verdicts import judge, judge_alike, token_logprobs
 
 AHEAD_PERIOD_S = 0.02
 """Between two messages with tokens that are decoded ahead: a message costs more than a token."""
 
 AHEAD_TIMEOUT_S = 60.0
+
+CACHED_LOGITS = 2**18
+"""Logits of blocks that are verified at once on a CPU: more would leave its cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +53,13 @@ class _Verifying(Running[VerifyTask]):
     is_expected: bool = False  # whether it may have done so ahead
     must_mask: bool = False  # whether the next forward that includes it must wait for its masks
     states: Tensor | None = None  # for a head: states of the last feed's tokens, [tokens, taps, hidden_size]
+    outcome: Verdict | GammarayError | None = None  # of the last feed, where it was verified with others
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it may be verified with others."""
+        spec = self.session.spec
+        return spec.is_drawn and self.scores is None and not LogitEdits.needed(spec.params)
 
     @property
     def is_ready(self) -> bool:
@@ -109,6 +122,7 @@ class TargetScheduler:
         self._masks = MaskThreads()
         self._answered = list[tuple[VerifyTask, SessionCopy]]()  # in this step, to be decoded ahead
         self._decoding = dict[str, _Ahead]()
+        self._unjudged: tuple[Feeds[_Verifying], Sequence[Tensor]] = [], []  # of the last forward
 
     @property
     def has_work(self) -> bool:
@@ -238,7 +252,28 @@ class TargetScheduler:
         if self._is_tapped:
             for (running, feed), states in zip(batch, self.engine.taps, strict=True):
                 self._note_states(running, feed, states)
+        self._unjudged = batch, logits  # their time is not the forward's
         return logits
+
+    def _judge_alike(self) -> None:
+        """Verify blocks with equal filters at once: for a small model, calls take longer than the work."""
+        (batch, logits), self._unjudged = self._unjudged, ([], [])
+        alike: dict[tuple[float, ...], list[tuple[_Verifying, Tensor]]] = {}
+        for (running, feed), rows in zip(batch, logits, strict=True):
+            if feed.num_logits and running.is_drawn:
+                alike.setdefault(filter_key(running.session.spec.params), []).append((running, rows))
+        is_cpu = self.engine.device.type == "cpu"
+        size = max(1, CACHED_LOGITS // self.engine.vocab_size) if is_cpu else len(batch)
+        for group in (each[at : at + size] for each in alike.values() for at in range(0, len(each), size)):
+            if len(group) == 1:
+                continue
+            blocks, rows = [running for running, _ in group], torch.cat([rows for _, rows in group])
+            params, gumbel = blocks[0].session.spec.params, None
+            if params.temperature > 0:
+                gumbel = torch.cat([_noise_of(running) for running in blocks])
+            outcomes = judge_alike(params, [running.task.proposal for running in blocks], rows, gumbel)
+            for running, outcome in zip(blocks, outcomes, strict=True):
+                running.outcome = outcome
 
     def _note_states(self, running: _Verifying, feed: SequenceInput, states: Tensor) -> None:
         """Keep the hidden states of committed tokens; those of a proposal wait for the verdict."""
@@ -296,8 +331,13 @@ class TargetScheduler:
     def _judge(self, running: _Verifying, logits: Tensor) -> Verdict:
         task, session = running.task, running.session
         proposal, base = task.proposal, task.base_position
-        edits = self._edits(session) if LogitEdits.needed(session.spec.params) else None
-        verdict = judge(session.spec, proposal, logits, base, session.noise, edits)
+        self._judge_alike()
+        verdict, running.outcome = running.outcome, None
+        if verdict is None:
+            edits = self._edits(session) if LogitEdits.needed(session.spec.params) else None
+            verdict = judge(session.spec, proposal, logits, base, session.noise, edits)
+        elif isinstance(verdict, GammarayError):
+            raise verdict
         path = verdict.accepted_path
         # Drop rejected tokens: the cache ends with the accepted path.
         if proposal.parents is None:
@@ -332,6 +372,12 @@ class TargetScheduler:
 
     def _edits(self, session: SessionCopy) -> LogitEdits:
         return session.edits_for(session.spec.params, self.engine.vocab_size, self.engine.device)
+
+
+def _noise_of(running: _Verifying) -> Tensor:
+    assert running.session.noise is not None, "sampling needs noise"
+    task = running.task
+    return noise_rows(running.session.noise.gumbel, task.proposal, task.base_position)
 
 
 def _goes_on(task: VerifyTask, session: SessionCopy) -> bool:
