@@ -24,7 +24,7 @@ from gammaray.types import Proposal
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits, row_paths
-from services.engine.sampling.logits import filter_key
+from services.engine.sampling.logits import filter_key, groups_at_once
 from services.own.prompt_scores import PromptScores
 from services.scheduling.batcher import Batcher, Feeds
 from services.scheduling.grammars import Grammars
@@ -42,9 +42,6 @@ AHEAD_PERIOD_S = 0.02
 
 AHEAD_TIMEOUT_S = 60.0
 
-CACHED_LOGITS = 2**18
-"""Logits of blocks that are verified at once on a CPU: more would leave its cache."""
-
 
 @dataclass(slots=True, eq=False)
 class _Verifying(Running[VerifyTask]):
@@ -56,10 +53,11 @@ class _Verifying(Running[VerifyTask]):
     outcome: Verdict | GammarayError | None = None  # of the last feed, where it was verified with others
 
     @property
-    def is_drawn(self) -> bool:
-        """Whether it may be verified with others."""
+    def alike(self) -> tuple[float, ...] | None:
+        """What it has in common with blocks that are verified at once; None: it is verified alone."""
         spec = self.session.spec
-        return spec.is_drawn and self.scores is None and not LogitEdits.needed(spec.params)
+        is_drawn = spec.is_drawn and self.scores is None and not LogitEdits.needed(spec.params)
+        return filter_key(spec.params) if is_drawn else None
 
     @property
     def is_ready(self) -> bool:
@@ -256,17 +254,14 @@ class TargetScheduler:
         return logits
 
     def _judge_alike(self) -> None:
-        """Verify blocks with equal filters at once: for a small model, calls take longer than the work."""
+        """Verify the blocks with equal filters at once."""
         (batch, logits), self._unjudged = self._unjudged, ([], [])
-        alike: dict[tuple[float, ...], list[tuple[_Verifying, Tensor]]] = {}
-        for (running, feed), rows in zip(batch, logits, strict=True):
-            if feed.num_logits and running.is_drawn:
-                alike.setdefault(filter_key(running.session.spec.params), []).append((running, rows))
-        is_cpu = self.engine.device.type == "cpu"
-        size = max(1, CACHED_LOGITS // self.engine.vocab_size) if is_cpu else len(batch)
-        for group in (each[at : at + size] for each in alike.values() for at in range(0, len(each), size)):
-            if len(group) == 1:
-                continue
+        items = [
+            (running, rows) for (running, feed), rows in zip(batch, logits, strict=True) if feed.num_logits
+        ]
+        if len(items) < 2:
+            return
+        for group in groups_at_once(items, [running.alike for running, _ in items], items[0][1]):
             blocks, rows = [running for running, _ in group], torch.cat([rows for _, rows in group])
             params, gumbel = blocks[0].session.spec.params, None
             if params.temperature > 0:

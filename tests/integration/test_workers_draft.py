@@ -18,6 +18,13 @@ pytestmark = pytest.mark.integration
 PROMPT = random_tokens(12, seed=3)
 CANCELLED = 1
 WARM = SamplingParams(temperature=1.0, seed=11)
+SETTINGS = (
+    {"temperature": 1.0},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.0, "presence_penalty": 0.5},
+)
+"""The last ones are drawn for each session alone, the others for those that are alike."""
 
 
 @pytest.fixture
@@ -83,7 +90,7 @@ async def test_many_sessions_draft_in_lock_step_what_each_drafts_alone(draft):
     prompts = [random_tokens(4 + index % 9, seed=index) for index in range(24)]
 
     def block(name, index):
-        spec = spec_message(SamplingParams(temperature=1.0, seed=index))
+        spec = spec_message(SamplingParams(seed=index, **SETTINGS[index % len(SETTINGS)]))
         return propose_block(prompts[index], 1 + index % 8, session_id=f"{name}{index}", spec=spec)
 
     alone = [await draft.ask(block("a", index)) for index in range(24)]
