@@ -1,7 +1,9 @@
 """Engines that the tests share. Without vLLM, which has an environment of its own, nothing is collected."""
 
 import importlib.util
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -63,8 +65,19 @@ def in_one_process():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
         patch.setattr("torch._dynamo.config.disable", True)
+        patch.setattr("vllm.v1.engine.core.enable_envs_cache", lambda: None)  # they differ between engines
         patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
         yield
+
+
+def own_variables():
+    """Undo what engines set in the environment, which is a process's: one with two ranks, for example."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+variables_of_module = pytest.fixture(scope="module", autouse=True)(own_variables)
+variables_of_test = pytest.fixture(autouse=True)(own_variables)
 
 
 @pytest.fixture(scope="session")
