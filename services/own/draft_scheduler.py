@@ -8,7 +8,7 @@ stops a call of several.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -28,7 +28,7 @@ from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Release, Reply
 from services.speculation.drafting import PendingProposal
-from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS, Prediction
+from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.speculation.predictor import DraftModel
 from services.speculation.session import Speculation
 from services.vocabulary.translation import Translation
@@ -37,7 +37,6 @@ from services.vocabulary.translation import Translation
 @dataclass(slots=True, eq=False)
 class _DraftBlock(Running[ProposeTask]):
     pending: PendingProposal = field(kw_only=True)
-    predictions: Sequence[Prediction] = field(default=(), kw_only=True)  # of its last feed, see `take`
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +97,6 @@ class DraftScheduler:
         self.queue.on_stop = self.lookahead.preempt
         self._model = DraftModel(engine, top_k=draft_top_k, bits=weight_bits, translation=translation)
         self.speculations: dict[str, Speculation] = {}
-        self._unread: list[tuple[_DraftBlock, Tensor]] = []  # of the last forward
 
     @property
     def has_work(self) -> bool:
@@ -167,14 +165,11 @@ class DraftScheduler:
         return block if block.advance() else self._finish(block)
 
     def _advance(self, running: _DraftBlock, logits: Tensor) -> Proposal | None:
-        if self._unread:
-            self._predict_together()
-        running.pending.take(logits, running.predictions)
+        running.pending.take(logits)
         return None if running.advance() else self._finish(running)
 
     def _forward(self, batch: Feeds[_DraftBlock]) -> list[Tensor]:
         """Run the forward, or several in one call for a chain that is the only block."""
-        self._unread = []
         running, feed = batch[0]
         pending = running.pending
         is_alone = len(self.queue.running) == 1 and not self.queue.waiting
@@ -185,17 +180,7 @@ class DraftScheduler:
                 token_ids = [*feed.token_ids[:-1], *pending.ran]
                 batch[0] = running, replace(feed, token_ids=token_ids, num_logits=len(pending.ran))
                 return [logits]
-        results = self.engine.step([feed for _, feed in batch])
-        fed = zip(batch, results, strict=True)
-        # Read in `_advance`, as that time is not the forward's.
-        self._unread = [(running, logits) for (running, feed), logits in fed if feed.num_logits]
-        return results
-
-    def _predict_together(self) -> None:
-        unread, self._unread = self._unread, []
-        opened = [(one.pending.speculation, one.pending.nodes, logits) for one, logits in unread]
-        for (running, _), own in zip(unread, Speculation.predict_together(opened), strict=True):
-            running.predictions = own
+        return self.engine.step([feed for _, feed in batch])
 
     def _finish(self, block: _DraftBlock) -> Proposal:
         pending = block.pending

@@ -184,8 +184,6 @@ class Lookahead:
         """Feed the nodes in one forward; return the number of forwards."""
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
         results = self._engine.step(feeds, self._stop if self._is_idle else None)
-        opened = [(*each, logits) for each, logits in zip(chosen.items(), results, strict=True)]
-        together = Speculation.predict_together(opened)
-        for (speculation, nodes, logits), predictions in zip(opened, together, strict=True):
-            speculation.open(nodes, logits, predictions)
+        for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
+            speculation.open(nodes, logits)
         return 1

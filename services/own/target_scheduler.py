@@ -10,12 +10,11 @@ tokens before it only, so the next forward need not wait until they are stored a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gammaray.blocks import Shape, TokenLogprobs, Verdict
@@ -24,7 +23,6 @@ from gammaray.types import Proposal
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits, row_paths
-from services.engine.sampling.logits import filter_key, groups_at_once
 from services.own.prompt_scores import PromptScores
 from services.scheduling.batcher import Batcher, Feeds
 from services.scheduling.grammars import Grammars
@@ -34,8 +32,7 @@ from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import AheadTokens, Release, Reply, VerifyTask
 from services.speculation.local_drafter import Request, TargetHead
-from services.verification.rules import noise_rows
-from services.verification.verdicts import judge, judge_alike, token_logprobs
+from services.verification.verdicts import judge, token_logprobs
 
 AHEAD_PERIOD_S = 0.02
 """Between two messages with tokens that are decoded ahead: a message costs more than a token."""
@@ -50,14 +47,6 @@ class _Verifying(Running[VerifyTask]):
     is_expected: bool = False  # whether it may have done so ahead
     must_mask: bool = False  # whether the next forward that includes it must wait for its masks
     states: Tensor | None = None  # for a head: states of the last feed's tokens, [tokens, taps, hidden_size]
-    outcome: Verdict | GammarayError | None = None  # of the last feed, where it was verified with others
-
-    @property
-    def alike(self) -> tuple[float, ...] | None:
-        """What it has in common with blocks that are verified at once; None: it is verified alone."""
-        spec = self.session.spec
-        is_drawn = spec.is_drawn and self.scores is None and not LogitEdits.needed(spec.params)
-        return filter_key(spec.params) if is_drawn else None
 
     @property
     def is_ready(self) -> bool:
@@ -120,7 +109,6 @@ class TargetScheduler:
         self._masks = MaskThreads()
         self._answered = list[tuple[VerifyTask, SessionCopy]]()  # in this step, to be decoded ahead
         self._decoding = dict[str, _Ahead]()
-        self._unjudged: tuple[Feeds[_Verifying], Sequence[Tensor]] = [], []  # of the last forward
 
     @property
     def has_work(self) -> bool:
@@ -250,25 +238,7 @@ class TargetScheduler:
         if self._is_tapped:
             for (running, feed), states in zip(batch, self.engine.taps, strict=True):
                 self._note_states(running, feed, states)
-        self._unjudged = batch, logits  # their time is not the forward's
         return logits
-
-    def _judge_alike(self) -> None:
-        """Verify the blocks with equal filters at once."""
-        (batch, logits), self._unjudged = self._unjudged, ([], [])
-        items = [
-            (running, rows) for (running, feed), rows in zip(batch, logits, strict=True) if feed.num_logits
-        ]
-        if len(items) < 2:
-            return
-        for group in groups_at_once(items, [running.alike for running, _ in items], items[0][1]):
-            blocks, rows = [running for running, _ in group], torch.cat([rows for _, rows in group])
-            params, gumbel = blocks[0].session.spec.params, None
-            if params.temperature > 0:
-                gumbel = torch.cat([_noise_of(running) for running in blocks])
-            outcomes = judge_alike(params, [running.task.proposal for running in blocks], rows, gumbel)
-            for running, outcome in zip(blocks, outcomes, strict=True):
-                running.outcome = outcome
 
     def _note_states(self, running: _Verifying, feed: SequenceInput, states: Tensor) -> None:
         """Keep the hidden states of committed tokens; those of a proposal wait for the verdict."""
@@ -326,13 +296,8 @@ class TargetScheduler:
     def _judge(self, running: _Verifying, logits: Tensor) -> Verdict:
         task, session = running.task, running.session
         proposal, base = task.proposal, task.base_position
-        self._judge_alike()
-        verdict, running.outcome = running.outcome, None
-        if verdict is None:
-            edits = self._edits(session) if LogitEdits.needed(session.spec.params) else None
-            verdict = judge(session.spec, proposal, logits, base, session.noise, edits)
-        elif isinstance(verdict, GammarayError):
-            raise verdict
+        edits = self._edits(session) if LogitEdits.needed(session.spec.params) else None
+        verdict = judge(session.spec, proposal, logits, base, session.noise, edits)
         path = verdict.accepted_path
         # Drop rejected tokens: the cache ends with the accepted path.
         if proposal.parents is None:
@@ -367,12 +332,6 @@ class TargetScheduler:
 
     def _edits(self, session: SessionCopy) -> LogitEdits:
         return session.edits_for(session.spec.params, self.engine.vocab_size, self.engine.device)
-
-
-def _noise_of(running: _Verifying) -> Tensor:
-    assert running.session.noise is not None, "sampling needs noise"
-    task = running.task
-    return noise_rows(running.session.noise.gumbel, task.proposal, task.base_position)
 
 
 def _goes_on(task: VerifyTask, session: SessionCopy) -> bool:

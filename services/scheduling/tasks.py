@@ -30,11 +30,6 @@ class SessionSpec:
     no_learning: bool = False  # whether nothing of the session may be kept to learn from
 
     @property
-    def is_drawn(self) -> bool:
-        """Whether the target's tokens are the best of its rows' scores, whatever is proposed."""
-        return self.method is VerificationMethod.COUPLED or self.params.temperature == 0
-
-    @property
     def num_ids(self) -> int:
         """Size of the spec: the number of its token ids, and of its grammar's characters."""
         params = self.params

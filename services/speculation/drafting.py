@@ -7,13 +7,11 @@ step for all blocks that fit into a forward, `services.speculation.local_drafter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import c_int32
 
 from torch import Tensor
 
 from services.engine.core.batch import SequenceInput
-from services.speculation.predictions import Prediction
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
@@ -101,10 +99,10 @@ class PendingProposal:
         self.ran, logits = self.speculation.run(feed, self.reading.run_length, stop=stop)
         return logits
 
-    def take(self, logits: Tensor, predictions: Sequence[Prediction] = ()) -> None:
-        """Apply the logits of the last forward or run; `predictions` as of `predict_together`."""
+    def take(self, logits: Tensor) -> None:
+        """Apply the logits of the last forward, or of the last run."""
         if self.ran:
             self.speculation.open_run(self.nodes[0], self.ran, logits)
         else:
-            self.speculation.open(self.nodes, logits, predictions)
+            self.speculation.open(self.nodes, logits)
         self.ran, self.is_fed = [], True

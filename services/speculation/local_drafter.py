@@ -118,12 +118,9 @@ class LocalDrafter(TargetHead):
             if len(unread) == 1 and feeds[0].num_logits and unread[0].can_run:
                 unread[0].take(unread[0].run(feeds[0], stop))
                 continue
-            results = zip(unread, feeds, self.engine.step(feeds), strict=True)
-            fed = [(draft, logits) for draft, feed, logits in results if feed.num_logits]
-            together = [(draft.speculation, draft.nodes, logits) for draft, logits in fed]
-            predictions = Speculation.predict_together(together)
-            for (draft, logits), own in zip(fed, predictions, strict=True):
-                draft.take(logits, own)
+            for draft, feed, logits in zip(unread, feeds, self.engine.step(feeds), strict=True):
+                if feed.num_logits:
+                    draft.take(logits)
         return [Proposal() if draft is None else _proposal(draft) for draft in drafts]
 
     def _begin(self, session: SessionCopy, shape: Shape, num_valid: int) -> PendingProposal | None:

@@ -7,7 +7,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -153,53 +152,29 @@ def predictions(
         bits: Rejection, block: the weights' sum is 2^bits.
         token_ids: The tokens of the columns, int64, ascending; None: all tokens.
     """
-    if noise is not None and method.uses_draft_distributions:
+    if noise is None:
+        rows = _GumbelBatch(log_probs, draw_temperature(0.0), token_ids)
+    elif method.uses_draft_distributions:
         probs = log_probs.double().exp()
         return [
             _RejectionPrediction(quantise(row, top_k, bits, token_ids), noise, position)
             for row, position in zip(probs, positions, strict=True)
         ]
-    if noise is not None and method is VerificationMethod.NAIVE:
+    elif method is VerificationMethod.NAIVE:
         return [
             _NaivePrediction(row, noise, position, token_ids)
             for row, position in zip(log_probs, positions, strict=True)
         ]
-    gumbel = None if noise is None else shared_noise(noise, positions)
-    (found,) = drawn_predictions([log_probs], gumbel, temperature=temperature, token_ids=token_ids)
-    return found
-
-
-def drawn_predictions(
-    log_probs: Sequence[Tensor], gumbel: Tensor | None, *, temperature: float, token_ids: Tensor | None = None
-) -> list[list[Prediction]]:
-    """Return the predictions of several sessions with coupled verification or temperature 0.
-
-    Args:
-        log_probs: Of each session as of `predictions`.
-        gumbel: The shared noise of all rows, of all tokens or of those of the columns; None at temperature 0.
-        temperature, token_ids: As of `predictions`.
-    """
-    scores = torch.cat(list(log_probs)) if len(log_probs) > 1 else log_probs[0]
-    if gumbel is not None:
+    else:
+        gumbel = _gumbel(noise, positions)
         if token_ids is not None and gumbel.shape[-1] > len(token_ids):
             gumbel = gumbel[:, token_ids]
-        scores = scores + gumbel
-    # NOTE: numpy's argmax takes a sixth of torch's time.
-    winners = scores.numpy().argmax(axis=-1) if scores.is_cpu else scores.argmax(dim=-1)
-    tokens = _tokens(winners.tolist(), token_ids)
-    scale, start, found = draw_temperature(0.0 if gumbel is None else temperature), 0, []
-    for rows in log_probs:
-        end = start + len(rows)
-        # A copy: a session that keeps its predictions must not keep the rows of others.
-        own = scores[start:end].clone() if len(log_probs) > 1 else scores
-        batch = _GumbelBatch(own, tokens[start:end], scale, token_ids)
-        found.append([_CoupledPrediction(batch, index) for index in range(len(rows))])
-        start = end
-    return cast("list[list[Prediction]]", found)
+        rows = _GumbelBatch(log_probs + gumbel, draw_temperature(temperature), token_ids)
+    return [_CoupledPrediction(rows, index) for index in range(len(positions))]
 
 
-def shared_noise(noise: Noise, positions: Sequence[int]) -> Tensor:
-    """Return the shared noise of some positions, [positions, vocab_size]."""
+def _gumbel(noise: Noise, positions: Sequence[int]) -> Tensor:
+    """The shared noise of some positions, [positions, vocab_size]."""
     first, last = min(positions), max(positions)
     rows = noise.gumbel(first, last - first + 1)
     if len(positions) == len(rows) and list(positions) == list(range(first, last + 1)):
@@ -212,12 +187,12 @@ class _GumbelBatch:
 
     __slots__ = ("_guesses", "_scores", "_temperature", "_token_ids", "winners")
 
-    def __init__(
-        self, scores: Tensor, winners: list[int], temperature: float, token_ids: Tensor | None
-    ) -> None:
+    def __init__(self, scores: Tensor, temperature: float, token_ids: Tensor | None) -> None:
         self._scores, self._temperature, self._token_ids = scores, temperature, token_ids
         self._guesses: dict[int, list[Guess]] = {}
-        self.winners = winners
+        # NOTE: numpy's argmax takes a sixth of torch's time.
+        winners = scores.numpy().argmax(axis=-1) if scores.is_cpu else scores.argmax(dim=-1)
+        self.winners: list[int] = _tokens(winners.tolist(), token_ids)
 
     def guesses(self, index: int) -> list[Guess]:
         guesses = self._guesses.get(index)

@@ -12,26 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gammaray.types import SamplingParams, VerificationMethod
 from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits, counts_tokens
-from services.engine.sampling.logits import filter_key, processed_log_probs
+from services.engine.sampling.logits import processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 from services.speculation.calibration import Calibration
-from services.speculation.predictions import (
-    DRAFT_TOP_K,
-    NOTHING,
-    WEIGHT_BITS,
-    Prediction,
-    drawn_predictions,
-    predictions,
-    shared_noise,
-)
+from services.speculation.predictions import DRAFT_TOP_K, NOTHING, WEIGHT_BITS, Prediction, predictions
 from services.vocabulary.intersection import SharedTokens
 from services.vocabulary.translation import Translation
 
@@ -85,20 +76,9 @@ class Predictor:
         self._params = draft_params(spec)
         self.counts_tokens = self._params is not None and counts_tokens(self._params)
         self.is_gumbel_max = spec.method is VerificationMethod.COUPLED or spec.params.temperature == 0
-        self._filters: tuple[float, ...] | None = None
-        if self.is_gumbel_max and model.shared is None:
-            if self._params is None:
-                self._filters = (spec.params.temperature,)
-            elif not LogitEdits.needed(self._params):
-                self._filters = spec.params.temperature, *filter_key(self._params)
         self._source: Noise | None = None
         self._noise: Noise | None = None
         session.edits = None
-
-    @property
-    def alike(self) -> tuple[float, ...] | None:
-        """What predictors must have in common for `predict_alike`; None: this one predicts alone."""
-        return None if self._filters is None else (self._session.noise is None, *self._filters)
 
     def predict(self, logits: Tensor, positions: Sequence[int], paths: Paths) -> list[Prediction]:
         """Return the predictions of the tokens at `positions`, after these paths below the root.
@@ -108,15 +88,17 @@ class Predictor:
             positions: Absolute positions.
             paths: The tokens between the committed ones and each position.
         """
-        if self.alike is not None:
-            return self.predict_alike([(self, logits, positions)])[0]
         session, model = self._session, self._model
         noise = session.noise
         token_ids: Tensor | None = None
         if model.shared is not None:
             logits, token_ids, noise = model.shared.of(logits), model.shared.target_ids, self._shared_noise()
         elif model.reduced is not None:
-            logits = model.reduced.with_all_tokens(logits)
+            # Tokens that the head lacks have probability 0: filters keep the same ones without them.
+            if self.is_gumbel_max and (self._params is None or not LogitEdits.needed(self._params)):
+                token_ids = model.reduced.target_ids
+            else:
+                logits = model.reduced.with_all_tokens(logits)
         if self._params is not None:
             logits = self._processed(paths, logits, self._params)
         if model.shared is not None and not bool((logits > -math.inf).any()):
@@ -130,28 +112,6 @@ class Predictor:
             top_k=model.top_k,
             bits=model.bits,
             token_ids=token_ids,
-        )
-
-    @staticmethod
-    def predict_alike(rows: Sequence[tuple[Predictor, Tensor, Sequence[int]]]) -> list[list[Prediction]]:
-        """Return what `predict` returns, for several predictors that are alike.
-
-        Args:
-            rows: Each with its logits and their positions.
-        """
-        first, logits = rows[0][0], [logits for _, logits, _ in rows]
-        if first._params is not None:
-            every = processed_log_probs(torch.cat(logits), first._params, is_normalised=False)
-            logits = list(every.split_with_sizes([len(one) for one in logits]))
-        noise = [(predictor._session.noise, positions) for predictor, _, positions in rows]
-        gumbel = [shared_noise(each, positions) for each, positions in noise if each is not None]
-        reduced = first._model.reduced
-        return drawn_predictions(
-            logits,
-            torch.cat(gumbel) if gumbel else None,
-            temperature=first._session.spec.params.temperature,
-            # Tokens that the head lacks have probability 0: filters keep the same ones without them.
-            token_ids=None if reduced is None else reduced.target_ids,
         )
 
     def _processed(self, paths: Paths, logits: Tensor, params: SamplingParams) -> Tensor:

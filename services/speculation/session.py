@@ -12,7 +12,6 @@ from torch import Tensor
 from gammaray.blocks import Shape
 from gammaray.types import VerificationMethod
 from services.engine.core.batch import SequenceInput
-from services.engine.sampling.logits import groups_at_once
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 from services.speculation.calibration import Calibration
@@ -247,36 +246,16 @@ class Speculation:
         for fed in nodes:
             self.tree.fed([fed])
 
-    @staticmethod
-    def predict_together(
-        opened: Sequence[tuple[Speculation, Sequence[Node], Tensor]],
-    ) -> list[Sequence[Prediction]]:
-        """Return the predictions of several sessions after nodes with these logits, for `open`.
-
-        Those that are not alike, as of `Predictor`, get none.
-        """
-        found: list[Sequence[Prediction]] = [()] * len(opened)
-        if len(opened) < 2:
-            return found
-        keys = [None if one.is_parallel else one._predictor.alike for one, _, _ in opened]
-        for group in groups_at_once(range(len(opened)), keys, opened[0][2]):
-            members = [opened[at] for at in group]
-            rows = [(one._predictor, logits, _positions(nodes)) for one, nodes, logits in members]
-            for at, predictions in zip(group, Predictor.predict_alike(rows), strict=True):
-                found[at] = predictions
-        return found
-
-    def open(self, nodes: Sequence[Node], logits: Tensor, predictions: Sequence[Prediction] = ()) -> None:
+    def open(self, nodes: Sequence[Node], logits: Tensor) -> None:
         """Apply the logits of nodes just fed; the root is allowed only on its own.
 
         Args:
             nodes: The nodes; only one with a parallel draft model.
             logits: [nodes, vocab_size]; of a parallel draft those after the node and after each of its masks.
-            predictions: As of `predict_together`; none: they are computed here.
         """
         if not self.is_parallel:
             self.tree.fed(nodes)
-            self._predict_after(nodes, logits, predictions)
+            self._predict_after(nodes, logits)
             return
         (node,) = nodes
         self.tree.fed(nodes if node is self.tree.root else self._unfed(node))
@@ -295,17 +274,11 @@ class Speculation:
             path.append(predictions[-1].choose(node.position + 1))  # the draft's own choices count, too
         return predictions
 
-    def _predict_after(
-        self, nodes: Sequence[Node], logits: Tensor, predictions: Sequence[Prediction] = ()
-    ) -> None:
-        if not predictions:
-            predictions = self._predictor.predict(logits, _positions(nodes), lambda: map(_path, nodes))
+    def _predict_after(self, nodes: Sequence[Node], logits: Tensor) -> None:
+        positions = [node.position + 1 for node in nodes]
+        predictions = self._predictor.predict(logits, positions, lambda: map(_path, nodes))
         for node, prediction in zip(nodes, predictions, strict=True):
             node.prediction = prediction
-
-
-def _positions(nodes: Sequence[Node]) -> list[int]:
-    return [node.position + 1 for node in nodes]
 
 
 def _path(node: Node) -> list[int]:

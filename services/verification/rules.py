@@ -34,7 +34,7 @@ only with drafters you run yourself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -79,15 +79,10 @@ def verify(
     if method is VerificationMethod.BLOCK:
         return _verify_block(log_probs, proposal, noise, base_position)
     draw = noise.gumbel if method is VerificationMethod.COUPLED else noise.independent_gumbel
-    return walk(best_tokens(log_probs + noise_rows(draw, proposal, base_position)), proposal)
-
-
-def noise_rows(draw: Callable[[int, int], Tensor], proposal: Proposal, base_position: int) -> Tensor:
-    """Return the noise of a proposal's rows by `draw(start, count)`; [len(proposal) + 1, vocab_size]."""
     rows = draw(base_position, proposal.depth + 1)
-    if proposal.parents is None:
-        return rows
-    return rows[torch.tensor(row_depths(proposal), device=rows.device)]
+    if proposal.parents is not None:
+        rows = rows[torch.tensor(row_depths(proposal), device=rows.device)]
+    return walk(best_tokens(log_probs + rows), proposal)
 
 
 def walk(target_token_ids: Sequence[int | None], proposal: Proposal) -> Verdict:

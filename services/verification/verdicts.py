@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gammaray.blocks import TokenLogprobs, Verdict
-from gammaray.errors import GammarayError, InternalError, InvalidArgumentError
-from gammaray.types import Proposal, SamplingParams
+from gammaray.errors import InternalError, InvalidArgumentError
+from gammaray.types import Proposal
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import SessionSpec
-from services.verification.rules import best_tokens, cut_before, verify, walk
+from services.verification.rules import cut_before, verify
 
 
 def judge(
@@ -52,31 +52,6 @@ def judge(
         allowed = "masks and biases that leave a token of the grammar"
         raise InvalidArgumentError("grammar", "no possible token", allowed) from None
     return verdict if edits is None else cut_before(verdict, proposal, edits.unmasked_rows)
-
-
-def judge_alike(
-    params: SamplingParams, proposals: Sequence[Proposal], logits: Tensor, gumbel: Tensor | None
-) -> list[Verdict | GammarayError]:
-    """Verify proposals of sessions whose spec is `is_drawn` and whose filters are equal, as `judge` does.
-
-    Args:
-        params: Of any of the sessions.
-        logits: [rows, vocab_size]: len(proposal) + 1 rows of each proposal, in order.
-        gumbel: The noise of each row, [rows, vocab_size] float64; None at temperature 0.
-
-    Returns:
-        For each proposal its verdict; InternalError where log-probabilities are not numbers.
-    """
-    scores = logits.float() if gumbel is None else processed_log_probs(logits, params) + gumbel
-    tokens, start, outcomes = best_tokens(scores), 0, list[Verdict | GammarayError]()
-    for proposal in proposals:
-        end = start + len(proposal) + 1
-        try:
-            outcomes.append(walk(tokens[start:end], proposal))
-        except GammarayError as error:
-            outcomes.append(error)
-        start = end
-    return outcomes
 
 
 def token_logprobs(logits: Tensor, emitted: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -19,7 +19,8 @@ from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import filter_key, processed_log_probs
 from services.scheduling.tasks import SessionSpec
-from services.verification.verdicts import judge, judge_alike, token_logprobs
+from services.verification.rules import best_tokens, walk
+from services.verification.verdicts import judge, token_logprobs
 from services.vllm.messages import (
     IS_KEPT,
     SESSION,
@@ -77,7 +78,8 @@ class RequestState:
     @property
     def is_drawn(self) -> bool:
         """Whether the best of its scores are its tokens, and depend on no other tokens."""
-        return self.edits is None and self.spec.is_drawn
+        is_coupled = self.spec.method is VerificationMethod.COUPLED or self.spec.params.temperature == 0
+        return self.edits is None and is_coupled
 
 
 class StepSampler:
@@ -276,18 +278,26 @@ class BlockSampler(StepSampler):
         """Verify blocks of sessions with equal filters, whose tokens are the argmaxes of one tensor."""
         params = group[0].session.spec.params
         logits = torch.cat([rows.logits for rows in group]) if len(group) > 1 else group[0].logits
-        gumbel = None
         if params.temperature > 0:
-            gumbel = self._noise.gumbel(
-                [
-                    NoiseRows(
-                        rows.session.session_id, rows.session.spec, rows.block.base_position, len(rows.logits)
-                    )
-                    for rows in group
-                ]
-            )
-        outcomes = judge_alike(params, [rows.proposal for rows in group], logits, gumbel)
-        return [self._finish(rows, outcome) for rows, outcome in zip(group, outcomes, strict=True)]
+            noise = [
+                NoiseRows(
+                    rows.session.session_id, rows.session.spec, rows.block.base_position, len(rows.logits)
+                )
+                for rows in group
+            ]
+            scores = processed_log_probs(logits, params) + self._noise.gumbel(noise)
+        else:
+            scores = logits.float()
+        tokens, start, served = best_tokens(scores), 0, []
+        for rows in group:
+            end = start + len(rows.logits)
+            try:
+                outcome: Verdict | GammarayError = walk(tokens[start:end], rows.proposal)
+            except GammarayError as error:
+                outcome = error
+            served.append(self._finish(rows, outcome))
+            start = end
+        return served
 
     def _judge(self, rows: _Rows) -> Verdict | GammarayError | None:
         """Verify one block by the rule of its session; None: its masks are late."""

@@ -24,7 +24,7 @@ SETTINGS = (
     {"temperature": 0.7, "top_p": 0.8},
     {"temperature": 1.0, "presence_penalty": 0.5},
 )
-"""The last ones are drawn for each session alone, the others for those that are alike."""
+"""Of the sessions of one step, in turn."""
 
 
 @pytest.fixture

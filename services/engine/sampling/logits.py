@@ -12,8 +12,7 @@ row is summed does not depend on the number of rows. Hence the tokens do not dep
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from torch import Tensor
 from gammaray.types import SamplingParams
 from services.engine.sampling.edits import LogitEdits
 
-T = TypeVar("T")
-
 # Lower bound: at this temperature the best token already has all probability; smaller ones would give 0 / 0.
 _MIN_TEMPERATURE = 1e-30
 # Probabilities are summed as integers, which is exact and therefore independent of the order of summation.
@@ -31,8 +28,6 @@ _MASS_UNIT = 2.0**40
 _USUAL_NUCLEUS = 256
 _FEW_LOGITS = 2**14
 """Up to here, to sort all of them takes less time than to choose some."""
-_CACHED_LOGITS = 2**18
-"""What one call processes on a CPU: more would leave its cache."""
 _USUAL_DEPTH = 6.0
 """Nats below the best token, less the logarithm of the mass outside, down to which most nuclei reach."""
 
@@ -75,27 +70,6 @@ def processed_log_probs(
 def filter_key(params: SamplingParams) -> tuple[float, ...]:
     """Return what a processed distribution depends on except logits and edits; equal ones share a call."""
     return params.temperature, params.top_k, params.top_p, params.min_p
-
-
-def groups_at_once(items: Sequence[T], keys: Sequence[object], sample: Tensor) -> Iterator[list[T]]:
-    """Yield the items that share a call, in groups of two or more with equal keys; None is the key of none.
-
-    For a small model, the calls take longer than their work.
-
-    Args:
-        items: Sessions, or what else has a few rows of logits.
-        keys: As of `filter_key`, for each item.
-        sample: Logits of any item, [rows, vocab_size].
-    """
-    alike: dict[object, list[T]] = {}
-    for item, key in zip(items, keys, strict=True):
-        if key is not None:
-            alike.setdefault(key, []).append(item)
-    size = max(1, _CACHED_LOGITS // sample.shape[-1]) if sample.is_cpu else len(items)
-    for group in alike.values():
-        for start in range(0, len(group), size):
-            if len(part := group[start : start + size]) > 1:
-                yield part
 
 
 def edited_logits(logits: Tensor, edits: LogitEdits | None, paths: Sequence[Sequence[int]]) -> Tensor:

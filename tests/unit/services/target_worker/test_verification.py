@@ -13,8 +13,8 @@ from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOr
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import SessionSpec
-from services.verification.rules import cut_before, is_accepted, noise_rows, verify
-from services.verification.verdicts import judge, judge_alike
+from services.verification.rules import cut_before, is_accepted, verify
+from services.verification.verdicts import judge
 from tests.support.maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
 from tests.support.processing_helpers import small_compiler
 
@@ -225,24 +225,3 @@ def test_verify_float32_ties_take_the_lowest_id():
     rows = torch.zeros(1, VOCAB).log_softmax(-1)
     noise = ScriptedNoise(shared=torch.zeros(1, VOCAB, dtype=torch.float64))
     assert verify(COUPLED, rows, Proposal(), SAMPLED, noise, 0).next_token_id == 0
-
-
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, SamplingParams(temperature=0.7, top_p=0.8, top_k=5)])
-def test_blocks_that_are_verified_at_once_have_the_verdicts_that_each_has_alone(params):
-    proposals = [Proposal(), Proposal((3, 5)), Proposal(TREE_TOKENS, TREE_PARENTS), Proposal((4,))] * 20
-    rng = torch.Generator().manual_seed(3)
-    logits = [2 * torch.randn(len(proposal) + 1, VOCAB, generator=rng) for proposal in proposals]
-    logits[5][0] = math.nan
-    noise = [Noise(seed, 0, VOCAB) for seed in range(len(proposals))]
-    gumbel = None
-    if params.temperature > 0:
-        rows = zip(noise, proposals, range(len(proposals)), strict=True)
-        gumbel = torch.cat([noise_rows(each.gumbel, proposal, base) for each, proposal, base in rows])
-    at_once = judge_alike(params, proposals, torch.cat(logits), gumbel)
-    assert isinstance(at_once.pop(5), InternalError)
-    del proposals[5], logits[5]
-    bases = [base for base in range(len(noise)) if base != 5]
-    assert sum(len(verdict.accepted_path) for verdict in at_once) > 5
-    for proposal, rows, base, verdict in zip(proposals, logits, bases, at_once, strict=True):
-        spec = SessionSpec(params, COUPLED, 1, ())
-        assert judge(spec, proposal, rows, base, noise[base], None) == verdict
