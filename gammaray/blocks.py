@@ -13,9 +13,9 @@ of an upgrade would misunderstand gets a new number; the oldest one follows when
 MAX_ANSWER_BYTES = 64 << 20
 """Largest frame that a worker writes and an orchestrator reads; a larger one closes the connection."""
 
-MAX_AHEAD = 32
+MAX_AHEAD = 128
 """Tokens that a worker decodes ahead after a block. After the last of them the session leaves out a step or
-two; if it ends at a stop string, so many at most were computed in vain."""
+two. A turn that ends before, as at a stop string, releases its session."""
 
 
 @dataclass(frozen=True, slots=True)
