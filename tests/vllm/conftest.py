@@ -25,6 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
+IN_ANOTHER = "_run_in_subprocess"  # a function of vLLM
 MAX_POSITIONS = 1024
 LIMITS = Limits(max_batch_tokens=256, prefill_chunk=64)
 SIZES = {
@@ -63,7 +64,7 @@ def in_one_process():
     a new machine vLLM starts another for each class, which takes 20 s.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
+        patch.setattr(f"vllm.model_executor.models.registry.{IN_ANOTHER}", lambda look: look())
         patch.setattr("torch._dynamo.config.disable", True)
         patch.setattr("vllm.v1.engine.core.enable_envs_cache", lambda: None)  # they differ between engines
         patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
