@@ -87,7 +87,7 @@ class VerifyBlock(_message.Message):
     """
     num_ahead: _builtins.int
     """After the verdict, decode up to so many further tokens plainly and send them as AheadTokens, without waiting for
-    the next block. Ends at an end token and with the next block of the session. A worker may send fewer, at most 32.
+    the next block. Ends at an end token and with the next block of the session. A worker may send fewer, at most 128.
     Default 0.
     """
     @_builtins.property
