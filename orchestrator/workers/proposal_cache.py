@@ -11,7 +11,7 @@ from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import proposal_from_proto
 
-MAX_KEPT = 32
+MAX_KEPT = 64
 """Outcomes kept per cycle: more than a worker prepares; bounds what a broken worker can store."""
 
 MAX_SEEN = 4 * MAX_KEPT

@@ -11,12 +11,12 @@ from services.engine.loader import load_worker_engine
 from services.engines.interface import Served, target_model
 from services.own.draft_scheduler import DraftScheduler
 from services.own.head_loading import check_local_drafter, load_learning_drafter, load_local_drafter
+from services.own.lookahead import measure_rows
 from services.own.target_scheduler import TargetScheduler
 from services.process.fingerprints import vocab_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits
 from services.speculation.local_drafter import TargetHead
-from services.speculation.outcomes import AHEAD_ROWS
 from services.streaming.messages import Model
 from services.vocabulary.translation import Translation, load_translation, target_size
 
@@ -50,7 +50,7 @@ class OwnEngine:
         scheduler = DraftScheduler(
             engine,
             limits,
-            ahead_rows=AHEAD_ROWS if settings.draft_ahead else 0,
+            ahead_rows=measure_rows(engine) if settings.draft_ahead else 0,
             translation=translation,
             grammars=Grammars(target or path, vocab_size),
         )

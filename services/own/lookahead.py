@@ -6,15 +6,18 @@ import functools
 import logging
 import os
 import threading
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from ctypes import c_int32
 
+from services.engine.core.batch import SequenceInput
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
 from services.scheduling.metrics import AheadStats
 from services.scheduling.tasks import Prepared, ProposeTask
-from services.speculation.outcomes import MAX_LEVELS, OutcomeSet
+from services.speculation.outcomes import AHEAD_ROWS, MAX_AHEAD_ROWS, MAX_LEVELS, OutcomeSet
 from services.speculation.proposals import RUN
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
@@ -22,6 +25,12 @@ from services.speculation.tree import Node
 MIN_SENT = 0.25
 """Least total probability of proposals to send together: a message costs as much as a forward."""
 
+MAX_SLOWDOWN = 1.5
+"""Duration of a forward of MAX_AHEAD_ROWS tokens over one of a single token, where rows cost next to nothing:
+on a GPU, which reads its weights once for all of them."""
+
+_TRIALS = 3
+_TRIAL_SESSION = "rows"
 _TRIAL_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -51,6 +60,25 @@ def can_use_idle_priority() -> bool:
     thread.start()
     thread.join(_TRIAL_TIMEOUT_S)  # an idle-priority thread may never run while all cores are busy
     return bool(succeeded)
+
+
+def measure_rows(engine: Engine) -> int:
+    """Return the number of tokens in a forward of draft-ahead that suits a model on its device."""
+    try:
+        one, many = (min(_time_forwards(engine, size)) for size in (1, MAX_AHEAD_ROWS))
+    except CacheFullError:
+        return AHEAD_ROWS
+    return MAX_AHEAD_ROWS if many <= MAX_SLOWDOWN * one else AHEAD_ROWS
+
+
+def _time_forwards(engine: Engine, size: int) -> Iterator[float]:
+    count = min(size, engine.max_context)
+    for _ in range(_TRIALS):
+        start = time.perf_counter()
+        (logits,) = engine.step([SequenceInput(_TRIAL_SESSION, 0, [0] * count, count)])
+        logits[0, 0].item()  # waits for the device
+        yield time.perf_counter() - start
+        engine.release(_TRIAL_SESSION)
 
 
 class Lookahead:
@@ -168,7 +196,9 @@ class Lookahead:
             # What a tree or a parallel draft proposes depends on what was accepted meanwhile, and on masks.
             is_chain = not (speculation.is_parallel or speculation.sent.shape.is_tree)
             max_levels = MAX_LEVELS if is_chain else 1
-            speculation.ahead = OutcomeSet(speculation.sent, speculation.read_outcome, max_levels)
+            speculation.ahead = OutcomeSet(
+                speculation.sent, speculation.read_outcome, self._max_rows, max_levels
+            )
         return speculation.ahead.wanted()
 
     def _run(self, chosen: dict[Speculation, list[Node]], length: int) -> int:

@@ -33,16 +33,14 @@ from gammaray.types import MAX_GAMMA
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node
 
-AHEAD_ROWS = 4
-"""Upper bound of tokens in one forward of draft-ahead, over all sessions: a block that arrives waits for that
-forward to end. Of a parallel draft model at least one block."""
+AHEAD_ROWS, MAX_AHEAD_ROWS = 4, 16
+"""Upper bound of tokens in one forward of draft-ahead, over all sessions, where each takes time, and where a
+forward takes as long with this many as with one. A block that arrives waits for that forward to end. Of a
+parallel draft model at least one block."""
 
-MIN_OUTCOME = 0.08
-"""Outcomes less likely than this are ignored: one more row costs about half a CPU forward."""
-
-MAX_BRANCHES = 8
-"""Outcomes followed per proposal, at most."""
-
+MIN_OUTCOME, MAX_BRANCHES = 0.08, 8
+"""With AHEAD_ROWS, outcomes less likely than this are ignored, as one more row costs half a CPU forward, and
+no more than these are followed per proposal. With more rows more outcomes are followed, in proportion."""
 
 MAX_LEVELS = 2
 """Verifications whose outcomes are followed, one after another: the running one, and the one after it."""
@@ -83,6 +81,7 @@ class OutcomeSet:
 
     Args:
         start: Begins to read the proposal below an outcome's node; returns None if none will be requested.
+        max_rows: Tokens in a forward at most.
         max_levels: Of the outcomes that are followed.
 
     Attributes:
@@ -93,9 +92,12 @@ class OutcomeSet:
         self,
         sent: ProposalBuilder,
         start: Callable[[Node], ProposalBuilder | None],
-        max_levels: int = MAX_LEVELS,
+        max_rows: int,
+        max_levels: int,
     ) -> None:
         self._start, self._first, self._max_levels = start, sent.root.position, max_levels
+        breadth = max(1.0, max_rows / AHEAD_ROWS)
+        self._min_outcome, self._max_branches = MIN_OUTCOME / breadth, round(MAX_BRANCHES * breadth)
         self.branches: list[Outcome] = []
         self._leaves: list[_Leaf] = []
         self._follow(sent, 1.0, 1)
@@ -134,15 +136,15 @@ class OutcomeSet:
         """Follow the outcomes of a complete proposal that is verified with probability `weight`."""
         ends, leaves = proposal.outcomes()
         found = [_Leaf(weight * share, node, proposal, level) for share, node in leaves]
-        self._leaves += [leaf for leaf in found if leaf.weight >= MIN_OUTCOME]
+        self._leaves += [leaf for leaf in found if leaf.weight >= self._min_outcome]
         self._branch_off([(weight * share, node, token_id) for share, node, token_id in ends], level)
 
     def _branch_off(self, ends: list[tuple[float, Node, int]], level: int) -> None:
         for probability, node, token_id in ends:
-            if probability < MIN_OUTCOME or node.position + 1 - self._first > MAX_GAMMA + 1:
+            if probability < self._min_outcome or node.position + 1 - self._first > MAX_GAMMA + 1:
                 continue  # unlikely, or more tokens than one message may name
             reading = self._start(node.child(token_id))
             if reading is not None:
                 outcome = Outcome(probability, reading, level)
                 bisect.insort(self.branches, outcome, key=lambda branch: -branch.probability)
-        del self.branches[MAX_BRANCHES:]
+        del self.branches[self._max_branches :]

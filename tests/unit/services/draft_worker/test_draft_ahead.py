@@ -7,7 +7,9 @@ import random
 import pytest
 
 from gammaray.types import SamplingParams, VerificationMethod
+from services.own.lookahead import measure_rows
 from services.scheduling.tasks import Release
+from services.speculation.outcomes import AHEAD_ROWS, MAX_AHEAD_ROWS
 from services.speculation.proposals import RUN
 from tests.support.draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableEngine, outcome
 
@@ -91,6 +93,41 @@ def test_ahead_prepares_for_the_verification_after_the_running_one(method):
         assert any(other.token_ids == before for other in prepared)
         proposal = Drafter(TableEngine(spread=9.0)).ask([*PROMPT, *one.token_ids], gamma, **fields).outcome
         assert one.proposal == proposal
+
+
+def test_ahead_follows_more_outcomes_where_rows_are_free():
+    counts, fields = [], {"params": PARAMS["plain"]}
+    for rows in (AHEAD_ROWS, MAX_AHEAD_ROWS):
+        ahead = Drafter(TableEngine(spread=1.0), ahead_rows=rows)
+        task = ahead.task(PROMPT, 3, **fields)
+        task.wants_ahead = True
+        ahead.scheduler.submit([task])
+        replies = []
+        while ahead.scheduler.has_work:
+            replies += [reply.outcome for _, reply in ahead.scheduler.step()]
+        _, *prepared = replies
+        counts.append(len(prepared))
+        for one in prepared:
+            proposal = Drafter(TableEngine(spread=1.0)).ask([*PROMPT, *one.token_ids], 3, **fields).outcome
+            assert one.proposal == proposal
+    assert counts[1] > 1.5 * counts[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("row_s", "wanted"), [(0.0, MAX_AHEAD_ROWS), (0.02, MAX_AHEAD_ROWS), (0.2, AHEAD_ROWS)]
+)
+def test_rows_of_ahead_are_those_that_cost_nothing(row_s, wanted, monkeypatch):
+    engine, clock = TableEngine(), [0.0]
+    step = engine.step
+
+    def timed(feeds):
+        clock[0] += 1.0 + row_s * sum(len(feed.token_ids) for feed in feeds)
+        return step(feeds)
+
+    monkeypatch.setattr(engine, "step", timed)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    assert measure_rows(engine) == wanted
+    assert not engine.caches
 
 
 def test_tree_level_wider_than_a_forward_comes_in_several():
