@@ -224,7 +224,7 @@ async def serving(load: Load, model: Path, options: argparse.Namespace) -> Async
             )
             yield url, ""
             return
-        more = ["--target", str(model), "--draft", str(model), *load.options]
+        more = ["--target", str(model), "--draft", str(model), "--engine", options.engine, *load.options]
         numbers = ["--draft-workers", "1" if load.has_draft else "0"]
         if options.target_ms:
             redis = RedisServer.start(model.parent / "redis")
@@ -291,6 +291,7 @@ def main() -> None:
     parser.add_argument("--target-ms", type=float, help="what a forward of the target takes")
     parser.add_argument("--draft-ms", type=float, default=4.0, help="what one of a simulated draft takes")
     parser.add_argument("--row-ms", type=float, default=0.05, help="each token of the target's, in addition")
+    parser.add_argument("--engine", default="auto", help="of gammaray up; vllm needs .venv-vllm's Python")
     options = parser.parse_args()
     if options.target_ms:
         known = [name for name in known if name != "vllm"]

@@ -2,22 +2,19 @@
 
 A head drafts here before the forward. While no block waits, it drafts ahead: for the sessions that it drafted
 for last, after the tokens of their verdicts, in the shapes that they asked for.
-
-A session without proposals is decoded ahead if its block asks for that: what is drawn plainly depends on the
-tokens before it only, so the next forward need not wait until they are stored and another block comes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
-from gammaray.blocks import Shape, TokenLogprobs, Verdict
+from gammaray.blocks import Shape, Verdict
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal
 from services.engine.core.batch import SequenceInput
@@ -25,6 +22,7 @@ from services.engine.engine import Engine
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.own.prompt_scores import PromptScores
 from services.scheduling.batcher import Batcher, Feeds
+from services.scheduling.decode_ahead import DecodeAhead
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MaskThreads, wait_for_masks
 from services.scheduling.planning import Limits, Running
@@ -33,11 +31,6 @@ from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import AheadTokens, Release, Reply, VerifyTask
 from services.speculation.local_drafter import Request, TargetHead
 from services.verification.verdicts import judge, token_logprobs
-
-AHEAD_PERIOD_S = 0.02
-"""Between two messages with tokens that are decoded ahead: a message costs more than a token."""
-
-AHEAD_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -57,22 +50,6 @@ class _Verifying(Running[VerifyTask]):
         self.task.proposal = proposal
         self.tail, self.parents = list(proposal.token_ids), proposal.parents
         self.num_logits = len(self.tail) + 1
-
-
-@dataclass(slots=True, eq=False)
-class _Ahead(_Verifying):
-    """A session that is decoded ahead; its task is a copy, which is answered by its last tokens."""
-
-    sent_at: float = field(default_factory=time.monotonic)
-    token_ids: list[int] = field(default_factory=list)  # not sent yet, like the next ones
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-    def take(self, *, is_last: bool = False) -> AheadTokens:
-        """Return the tokens that are not sent yet, and begin to collect the next ones."""
-        first = self.task.base_position - len(self.token_ids)
-        tokens = AheadTokens(self.task, first, self.token_ids, self.logprobs, is_last)
-        self.token_ids, self.logprobs, self.sent_at = [], [], time.monotonic()
-        return tokens
 
 
 class TargetScheduler:
@@ -107,8 +84,9 @@ class TargetScheduler:
             engine.tap(self._head.taps)
         self.queue.meter.first_tokens = self._head.first_tokens
         self._masks = MaskThreads()
-        self._answered = list[tuple[VerifyTask, SessionCopy]]()  # in this step, to be decoded ahead
-        self._decoding = dict[str, _Ahead]()
+        self._decoding = DecodeAhead(
+            self.queue, self.queue.answer, lambda task, session: _Verifying(task, session, [], num_logits=1)
+        )
 
     @property
     def has_work(self) -> bool:
@@ -122,19 +100,19 @@ class TargetScheduler:
             self._draft_ahead()
             return []
         self.queue.drop_dead()
-        self._end_overtaken()
+        self._decoding.end_overtaken()
         self.batcher.admit(self._start)
         self._draft_blocks()
         self._begin_slow_masks()
         self.batcher.run(self._forward, self._advance)
-        self._decode_ahead()
+        self._decoding.step()
         return self.queue.take_replies()
 
     def release(self, endings: Iterable[Release]) -> None:
         self.queue.release(endings, self._forget_prefix)
 
     def fail_all(self, error: GammarayError) -> None:
-        self._answered.clear()
+        self._decoding.clear()
         self.queue.fail_all(error)
         self.engine.drop_retained()
 
@@ -144,27 +122,6 @@ class TargetScheduler:
     def close(self) -> None:
         self._masks.close()
         self._head.close()
-
-    def _end_overtaken(self) -> None:
-        """End decoding ahead for sessions that have another block."""
-        for name in self.queue.waiting:
-            ahead = self._decoding.pop(name, None)
-            if ahead is not None and self.queue.running.get(name) is ahead:
-                self.queue.answer(ahead, ahead.take(is_last=True))
-
-    def _decode_ahead(self) -> None:
-        """Send the tokens that have waited long enough, and begin with the sessions answered in this step."""
-        running, now = self.queue.running, time.monotonic()
-        self._decoding = {name: ahead for name, ahead in self._decoding.items() if running.get(name) is ahead}
-        for ahead in self._decoding.values():
-            if ahead.token_ids and now >= ahead.sent_at + AHEAD_PERIOD_S:
-                self.queue.send(ahead, ahead.take())
-        answered, self._answered = self._answered, []
-        for task, session in answered:
-            own = replace(task, base_position=len(session.tokens), context=(), spec=None, is_ahead=True)
-            own.arrived, own.deadline = now, now + AHEAD_TIMEOUT_S
-            ahead = _Ahead(own, session, [], num_logits=1)
-            self._decoding[session.session_id] = running[session.session_id] = ahead
 
     def _draft_ahead(self) -> None:
         length, ahead, self._ahead = self.engine.length, self._ahead, {}
@@ -253,8 +210,9 @@ class TargetScheduler:
         self._edits(running.session).prepare(row_paths(running.task.proposal))
 
     def _advance(self, running: _Verifying, logits: Tensor) -> Verdict | AheadTokens | None:
-        if isinstance(running, _Ahead):
-            return self._advance_ahead(running, logits)
+        if running.task.is_ahead:
+            is_last = self._decoding.take(running, self._judge(running, logits))
+            return self._decoding.last(running) if is_last else None
         scores = running.scores
         if scores is not None:
             scores.take(running.fed_from, logits)
@@ -271,19 +229,8 @@ class TargetScheduler:
         verdict = self._judge(running, logits)
         if scores is not None:
             return replace(verdict, prompt_logprobs=scores.result())
-        if not _goes_on(running.task, running.session):
-            return verdict
-        self._answered.append((running.task, running.session))
-        return replace(verdict, is_followed=True)
-
-    def _advance_ahead(self, ahead: _Ahead, logits: Tensor) -> AheadTokens | None:
-        verdict = self._judge(ahead, logits)
-        ahead.token_ids.append(verdict.next_token_id)
-        ahead.logprobs += verdict.logprobs
-        ahead.task.base_position += 1
-        ahead.task.num_ahead -= 1
-        is_last = ahead.task.num_ahead == 0 or _ends(ahead.session)
-        return ahead.take(is_last=True) if is_last else None
+        is_followed = self._decoding.goes_on(running.task, running.session)
+        return replace(verdict, is_followed=True) if is_followed else verdict
 
     def _put_off(self, running: _Verifying) -> None:
         """Forget the last forward of a block, except for committed tokens: its masks are late."""
@@ -332,14 +279,3 @@ class TargetScheduler:
 
     def _edits(self, session: SessionCopy) -> LogitEdits:
         return session.edits_for(session.spec.params, self.engine.vocab_size, self.engine.device)
-
-
-def _goes_on(task: VerifyTask, session: SessionCopy) -> bool:
-    """Return whether a session is decoded ahead after a task's answer: masks come too late for that."""
-    is_plain = not task.proposal and (task.head is None or task.head.depth == 0)
-    return task.num_ahead > 0 and is_plain and not session.spec.params.grammar and not _ends(session)
-
-
-def _ends(session: SessionCopy) -> bool:
-    """Return whether the last token ends the completion."""
-    return session.tokens[-1] in session.spec.eos_token_ids

@@ -22,6 +22,7 @@ from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import PromptLogprobs, Proposal
 from services.engine.core.errors import EngineLostError
 from services.engine.sampling.edits import row_paths
+from services.scheduling.decode_ahead import DecodeAhead
 from services.scheduling.grammars import Grammars
 from services.scheduling.masks import MaskThreads, wait_for_any, wait_for_masks
 from services.scheduling.planning import Limits
@@ -86,6 +87,7 @@ class VllmScheduler:
         self._head = head or FixedHead()
         self.queue.meter.first_tokens = self._head.first_tokens
         self._masks = MaskThreads()
+        self._decoding = DecodeAhead(self.queue, self._steps.answer, self._begin_ahead)
 
     @property
     def has_work(self) -> bool:
@@ -97,6 +99,7 @@ class VllmScheduler:
     def step(self) -> list[tuple[VerifyTask, Reply]]:
         queue = self.queue
         queue.drop_dead()
+        self._decoding.end_overtaken()
         queue.admit(self._start, self._check_task)
         for work in queue.running.values():  # no step waited for its masks
             if not work.request_id and not work.session.is_masking:
@@ -112,12 +115,14 @@ class VllmScheduler:
                     self._unblock()
         elif not queue.replies:
             wait_for_any(queue)
+        self._decoding.step()
         return queue.take_replies()
 
     def release(self, endings: Iterable[Release]) -> None:
         self.queue.release(endings, self._forget_prefix)
 
     def fail_all(self, error: GammarayError) -> None:
+        self._decoding.clear()
         self.queue.fail_all(error)
         if not isinstance(error, EngineLostError):
             self.engine.recover()
@@ -164,6 +169,11 @@ class VllmScheduler:
         self.requests[session.session_id] = _Request(work.request_id, session.spec, work.depth)
         work.num_needed = self.engine.needed_blocks(len(session.tokens) + len(task.proposal))
         self._steps.works[work.request_id] = work
+
+    def _begin_ahead(self, task: VerifyTask, session: SessionCopy) -> _Verifying:
+        work = _Verifying(task, session, "")
+        self._post(work)
+        return work
 
     def _can_continue(self, request: _Request, task: VerifyTask, session: SessionCopy) -> bool:
         """Whether a request has exactly the committed tokens, and the session's parameters."""
@@ -261,18 +271,34 @@ class VllmScheduler:
             if scores is not None:
                 prompt = session.tokens[: session.spec.prompt_length]
                 outcome = replace(outcome, prompt_logprobs=_prompt_logprobs(prompt, scores, task))
+            if task.is_ahead:
+                self._go_on(work, outcome)
+                return
+            outcome = replace(outcome, is_followed=self._decoding.goes_on(task, session))
         else:
             self.engine.close(work.request_id)
             self.requests.pop(session.session_id, None)
         self._steps.answer(work, outcome)
 
+    def _go_on(self, work: _Verifying, verdict: Verdict) -> None:
+        """Decode a further token ahead, unless it was the last one, or other sessions wait for a place."""
+        if self._decoding.take(work, verdict) or self.engine.num_free_requests < 0:
+            self._steps.answer(work, self._decoding.last(work))
+        else:
+            work.num_needed = self.engine.needed_blocks(len(work.session.tokens))
+            self.engine.post(work.request_id, work.block)
+
     def _reopen(self, preempted: Sequence[str]) -> None:
-        """Close requests that lost their cache, and read those with a block again.
+        """Close requests that lost their cache, and read those with a block again, but not to decode ahead.
 
         vLLM would recompute them and sample one more token, without a block.
         """
         for request_id in preempted:
-            work = self._steps.works.pop(request_id, None)
+            work = self._steps.works.get(request_id)
+            if work is not None and work.task.is_ahead:
+                self._steps.answer(work, self._decoding.last(work))
+                work = None
+            self._steps.works.pop(request_id, None)
             self.engine.close(request_id)
             self.engine.num_evictions += 1
             if work is None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -27,12 +28,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 IN_ANOTHER = "_run_in_subprocess"  # a function of vLLM
 MAX_POSITIONS = 1024
+BLOCK = 128
+"""Tokens of a KV block of vLLM's CPU build."""
+
 LIMITS = Limits(max_batch_tokens=256, prefill_chunk=64)
 SIZES = {
     "llama": {"head_dim": 32},
     "qwen3": {"head_dim": 32},
 }
 """vLLM's kernels want heads of 32 or more."""
+
+
+@contextmanager
+def free_blocks(scheduler, count):
+    """Leave vLLM that many KV blocks."""
+    pool = scheduler.engine.pool
+    taken = pool.get_new_blocks(scheduler.engine.num_free_blocks - count)
+    try:
+        yield
+    finally:
+        pool.free_blocks(taken)
 
 
 def make_model(architecture: str, path: Path) -> Path:

@@ -6,7 +6,6 @@ vLLM's own eviction order and preemption are used, so that tokens afterwards are
 import ctypes
 import gc
 import random
-from contextlib import contextmanager
 
 import pytest
 
@@ -24,24 +23,11 @@ from tests.support.vllm_helpers import (
     proposer,
     references,
 )
-
-BLOCK = 128
-"""Tokens of a KV block of vLLM's CPU build."""
+from tests.vllm.conftest import BLOCK, free_blocks
 
 
 def session(length, seed):
     return Session(prompt(length, seed), SamplingParams(seed=seed))
-
-
-@contextmanager
-def free_blocks(scheduler, count):
-    """Leave vLLM that many KV blocks."""
-    pool = scheduler.engine.pool
-    taken = pool.get_new_blocks(scheduler.engine.num_free_blocks - count)
-    try:
-        yield
-    finally:
-        pool.free_blocks(taken)
 
 
 def test_more_sessions_than_slots_are_served_in_one_batch_and_again(scheduler, reference):

@@ -8,8 +8,8 @@ from gammaray.blocks import Shape
 from gammaray.errors import CancelledError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.loader import load_engine
-from services.own import target_scheduler
 from services.own.target_scheduler import TargetScheduler
+from services.scheduling import decode_ahead
 from services.scheduling.tasks import AheadTokens, Release, VerifyTask
 from tests.support.engine_helpers import LIMITS, random_tokens, tiny_model
 from tests.support.target_helpers import Run
@@ -60,7 +60,7 @@ def decoded(scheduler: TargetScheduler, run: Run, num_ahead: int) -> list[AheadT
 @pytest.mark.parametrize("method", list(VerificationMethod))
 @pytest.mark.parametrize("period_s", [0.0, 1e9], ids=["each", "at the end"])
 def test_tokens_are_those_of_single_blocks(model, scheduler, method, period_s, monkeypatch):
-    monkeypatch.setattr(target_scheduler, "AHEAD_PERIOD_S", period_s)
+    monkeypatch.setattr(decode_ahead, "AHEAD_PERIOD_S", period_s)
     run = Run(scheduler, PROMPT, PARAMS, method)
     for num_ahead in (5, 0, 3, 1):
         messages = decoded(scheduler, run, num_ahead)
@@ -107,7 +107,7 @@ def test_a_block_with_a_proposal_is_not_decoded_ahead(scheduler):
 
 
 def test_what_was_sent_a_part_goes_behind_the_blocks_that_came_meanwhile(scheduler, monkeypatch):
-    monkeypatch.setattr(target_scheduler, "AHEAD_PERIOD_S", 0.0)
+    monkeypatch.setattr(decode_ahead, "AHEAD_PERIOD_S", 0.0)
     run, newcomer = Run(scheduler, PROMPT, PARAMS), Run(scheduler, random_tokens(90, seed=4), PARAMS)
     scheduler.batcher.budget.num_tokens = 30  # the newcomer's prompt takes several steps
     ask(run)
