@@ -29,6 +29,9 @@ MAX_SLOWDOWN = 1.5
 """Duration of a forward of MAX_AHEAD_ROWS tokens over one of a single token, where rows cost next to nothing:
 on a GPU, which reads its weights once for all of them."""
 
+CROWD = 2
+"""Sessions per row of a forward beyond which nothing is prepared: it would hardly ever be whole in time."""
+
 _TRIALS = 3
 _TRIAL_SESSION = "rows"
 _TRIAL_TIMEOUT_S = 5.0
@@ -105,7 +108,7 @@ class Lookahead:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._pending)
+        return 0 < len(self._pending) <= CROWD * self._max_rows
 
     def add(self, speculation: Speculation, task: ProposeTask, *, is_hit: bool) -> None:
         """Count the proposal just made for a task, and start preparing those that may follow it.

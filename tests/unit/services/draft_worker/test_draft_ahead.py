@@ -168,6 +168,15 @@ def test_ahead_release_ends_it_and_frees_everything():
     assert not ahead.scheduler.speculations
 
 
+def test_ahead_prepares_nothing_for_a_crowd():
+    ahead = Drafter(TableEngine(), ahead_rows=1)
+    for name in ("s", "t", "u"):
+        ahead.ask(PROMPT, 4, session_id=name)
+    assert not ahead.scheduler.has_work
+    ahead.scheduler.release([Release("t")])
+    assert ahead.idle() > 0
+
+
 def test_ahead_restarts_after_an_eviction():
     ahead, fresh = Drafter(TableEngine(), ahead_rows=4), Drafter(TableEngine())
     proposal = ahead.ask(PROMPT, 4).outcome
