@@ -82,7 +82,8 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         self.refusal: GammarayError | None = None  # why the worker is refused
         self.trouble = UNTRIED  # why the link is down; empty while it is up
         self.clock_offset_s: float | None = None  # the worker's clock minus this process's
-        self.sessions: set[str] = set()
+        self.sessions: set[str] = set()  # of this orchestrator
+        self.batch_size = 0  # sessions, of all orchestrators, in the last step that answered a block
         self.prefixes = PrefixIndex()  # that the worker has processed
         self.backoff = Backoff()  # pauses the use of a worker that is connected but late
         self.timeout = AdaptiveTimeout()

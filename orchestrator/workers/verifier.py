@@ -225,6 +225,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 await asyncio.sleep(pause_s)
                 continue
             link.backoff.succeeded()
+            link.batch_size = result.timing.batch_size
             if not result.is_followed:
                 self._ahead.expect(NOTHING, 0)
             # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.
@@ -242,7 +243,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             return verdict
 
     def _block(self, session: Session, link: TargetLink, draft: Draft) -> target_pb.VerifyBlock:
-        is_ahead = session.is_plain and len(link.sessions) >= CROWD
+        is_ahead = session.is_plain and max(len(link.sessions), link.batch_size) >= CROWD
         block = _block(session, draft, min(MAX_AHEAD, session.remaining - 1) if is_ahead else 0)
         self._ahead.expect(block if block.num_ahead else NOTHING, session.num_committed + 1)
         if block.num_ahead:  # another owner in this process may have taken its place
