@@ -308,11 +308,9 @@ async def test_a_crowd_gets_the_tokens_that_each_request_gets_alone(orchestrator
     assert cycles < count == 100
 
 
-async def test_sessions_of_other_orchestrators_count_in_a_crowd(
-    orchestrator, redis_server, target, monkeypatch
-):
+async def test_sessions_of_other_orchestrators_count_in_a_crowd(orchestrator, redis_server, monkeypatch):
     monkeypatch.setattr(verifier, "CROWD", 5)
-    async with running(redis_server, target.address, "") as other:
+    async with running(redis_server, "", "") as other:
         turns = [complete(one, REQUESTS[2]) for one in (orchestrator, other) for _ in range(4)]
         together = await asyncio.gather(*turns)
     assert len({tuple(tokens_of(chunks)) for chunks in together}) == 1
