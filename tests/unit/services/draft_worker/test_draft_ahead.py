@@ -3,12 +3,13 @@ engine, give the tokens of single forwards.
 """
 
 import random
+from typing import Any
 
 import pytest
 
 from gammaray.types import SamplingParams, VerificationMethod
 from services.own.lookahead import measure_rows
-from services.scheduling.tasks import Release
+from services.scheduling.tasks import Prepared, Release
 from services.speculation.outcomes import AHEAD_ROWS, MAX_AHEAD_ROWS
 from services.speculation.proposals import RUN
 from tests.support.draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableEngine, outcome
@@ -74,18 +75,24 @@ def test_ahead_trees_are_those_that_are_drafted_on_demand(engine, name, shapes):
     assert sum(saved) > 0 or (engine is ParallelEngine and params.frequency_penalty)
 
 
-@pytest.mark.parametrize("method", [COUPLED, REJECTION])
-def test_ahead_prepares_for_the_verification_after_the_running_one(method):
-    """An orchestrator some milliseconds away needs it before this worker hears how the running one ended."""
-    fields = {"method": method, "params": PARAMS["cool"]}
-    ahead = Drafter(TableEngine(spread=9.0), ahead_rows=3)
-    task, gamma = ahead.task(PROMPT, 2, **fields), 2
+def prepared_after(ahead: Drafter, gamma: int, **fields: Any) -> list[Prepared]:
+    """Return all that is prepared to follow a proposal."""
+    task = ahead.task(PROMPT, gamma, **fields)
     task.wants_ahead = True
     ahead.scheduler.submit([task])
     replies = []
     while ahead.scheduler.has_work:
         replies += [reply.outcome for _, reply in ahead.scheduler.step()]
-    _, *prepared = replies
+    return replies[1:]
+
+
+@pytest.mark.parametrize("method", [COUPLED, REJECTION])
+def test_ahead_prepares_for_the_verification_after_the_running_one(method):
+    """An orchestrator some milliseconds away needs it before this worker hears how the running one ended."""
+    fields = {"method": method, "params": PARAMS["cool"]}
+    ahead = Drafter(TableEngine(spread=9.0), ahead_rows=3)
+    gamma = 2
+    prepared = prepared_after(ahead, gamma, **fields)
     later = [one for one in prepared if len(one.token_ids) > gamma + 1]
     assert later
     for one in later:
@@ -99,13 +106,7 @@ def test_ahead_follows_more_outcomes_where_rows_are_free():
     counts, fields = [], {"params": PARAMS["plain"]}
     for rows in (AHEAD_ROWS, MAX_AHEAD_ROWS):
         ahead = Drafter(TableEngine(spread=1.0), ahead_rows=rows)
-        task = ahead.task(PROMPT, 3, **fields)
-        task.wants_ahead = True
-        ahead.scheduler.submit([task])
-        replies = []
-        while ahead.scheduler.has_work:
-            replies += [reply.outcome for _, reply in ahead.scheduler.step()]
-        _, *prepared = replies
+        prepared = prepared_after(ahead, 3, **fields)
         counts.append(len(prepared))
         for one in prepared:
             proposal = Drafter(TableEngine(spread=1.0)).ask([*PROMPT, *one.token_ids], 3, **fields).outcome
