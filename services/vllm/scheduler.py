@@ -285,20 +285,15 @@ class VllmScheduler:
         if self._decoding.take(work, verdict) or self.engine.num_free_requests < 0:
             self._steps.answer(work, self._decoding.last(work))
         else:
-            work.num_needed = self.engine.needed_blocks(len(work.session.tokens))
-            self.engine.post(work.request_id, work.block)
+            self.engine.post(work.request_id, work.block)  # memory it takes from paused requests as it grows
 
     def _reopen(self, preempted: Sequence[str]) -> None:
-        """Close requests that lost their cache, and read those with a block again, but not to decode ahead.
+        """Close requests that lost their cache, and read those with a block again.
 
         vLLM would recompute them and sample one more token, without a block.
         """
         for request_id in preempted:
-            work = self._steps.works.get(request_id)
-            if work is not None and work.task.is_ahead:
-                self._steps.answer(work, self._decoding.last(work))
-                work = None
-            self._steps.works.pop(request_id, None)
+            work = self._steps.works.pop(request_id, None)
             self.engine.close(request_id)
             self.engine.num_evictions += 1
             if work is None:

@@ -10,15 +10,12 @@ from services.vllm.engine import MAX_REQUESTS
 from tests.support.vllm_helpers import GREEDY, Session, ask, end, prompt, references
 from tests.vllm.conftest import BLOCK, free_blocks
 
-PARAMS = (
-    GREEDY,
-    SamplingParams(seed=5),
-    SamplingParams(seed=6, temperature=0.7, top_p=0.9, frequency_penalty=0.5),
-)
+SAMPLED = SamplingParams(seed=5)
+EDITED = SamplingParams(seed=6, temperature=0.7, top_p=0.9, frequency_penalty=0.5)
 
 
-def sessions(**fields):
-    return [Session(prompt(10 + 30 * at), params, **fields) for at, params in enumerate(PARAMS)]
+def sessions():
+    return [Session(prompt(10 + 30 * at), params) for at, params in enumerate((GREEDY, SAMPLED, EDITED))]
 
 
 def decoded(scheduler, asked, num_ahead):
@@ -41,42 +38,50 @@ def decoded(scheduler, asked, num_ahead):
     return messages
 
 
+def check(scheduler, reference, asked):
+    """Compare the tokens of sessions with those of the CPU engine's single blocks, and end them."""
+    fresh = [Session(one.prompt, one.params) for one in asked]
+    plain = references(reference, fresh, max(len(one.output) for one in asked))
+    for one, tokens in zip(asked, plain, strict=True):
+        assert one.output == tokens[: len(one.output)]
+        end(scheduler, one)
+
+
 @pytest.mark.parametrize("period_s", [0.0, 1e9], ids=["each", "at the end"])
 def test_tokens_are_those_of_single_blocks(scheduler, reference, period_s, monkeypatch):
     monkeypatch.setattr(decode_ahead, "AHEAD_PERIOD_S", period_s)
     asked = sessions()
     for num_ahead in (5, 0, 1, 70):
         messages = decoded(scheduler, asked, num_ahead)
-        count = num_ahead if period_s == 0 else min(num_ahead, 1)
-        assert len(messages) == count * len(asked)
+        assert len(messages) == len(asked) * (num_ahead if period_s == 0 else min(num_ahead, 1))
         assert sum(message.is_last for message in messages) == (len(asked) if num_ahead else 0)
-    assert [one.output for one in asked] == references(reference, sessions(), 80)
-    for one in asked:
-        end(scheduler, one)
+    assert {len(one.output) for one in asked} == {80}
+    check(scheduler, reference, asked)
 
 
-def test_an_end_token_is_the_last(scheduler, reference):
-    (tokens,) = references(reference, [Session(prompt(20), PARAMS[1])], 30)
-    session = Session(prompt(20), PARAMS[1], eos_token_ids=(tokens[9],))
-    decoded(scheduler, [session], 29)
-    assert session.output == tokens[: tokens.index(tokens[9]) + 1]
-    end(scheduler, session)
+def test_the_last_token_of_the_context_is_decoded_ahead(scheduler, reference):
+    session = Session(prompt(scheduler.engine.max_context - 5), SAMPLED)
+    decoded(scheduler, [session], 5)
+    assert len(session.output) == 6
+    check(scheduler, reference, [session])
 
 
 def test_another_block_ends_it_and_gets_its_own_tokens(scheduler, reference):
-    session = Session(prompt(20), PARAMS[1])
+    session = Session(prompt(20), SAMPLED)
     ask(scheduler, session, num_ahead=30)
     for _ in range(4):
         scheduler.step()
-    for _ in range(3):
-        ask(scheduler, session)
-    assert session.output == references(reference, [Session(prompt(20), PARAMS[1])], 4)[0]
+    task = session.block()
+    scheduler.submit([task])
+    (_, reply), (_, answer) = scheduler.step()  # not after the 26 tokens that are left
+    assert reply.is_ahead
+    session.take(task, answer)
     assert not scheduler.has_work
-    end(scheduler, session)
+    check(scheduler, reference, [session])
 
 
 def test_a_release_ends_it(scheduler):
-    session = Session(prompt(20), PARAMS[1])
+    session = Session(prompt(20), SAMPLED)
     ask(scheduler, session, num_ahead=30)
     scheduler.step()
     scheduler.release([Release(session.name, session.epoch)])
@@ -85,29 +90,17 @@ def test_a_release_ends_it(scheduler):
     assert not scheduler.has_work
 
 
-def test_blocks_with_a_proposal_are_not_followed(scheduler):
-    session = Session(prompt(20), PARAMS[1])
-    ask(scheduler, session, [5, 6], num_ahead=30)
-    assert not scheduler.has_work
-    end(scheduler, session)
-
-
 def test_sessions_that_outgrow_the_memory_go_on_with_their_next_block(scheduler, reference):
-    asked = [Session(prompt(BLOCK - 6, seed), PARAMS[1]) for seed in range(5)]
+    asked = [Session(prompt(BLOCK - 6, seed), SAMPLED) for seed in range(5)]
     with free_blocks(scheduler, 6):
-        while min(len(one.output) for one in asked) < 12:
-            decoded(scheduler, [one for one in asked if len(one.output) < 12], 8)
-    for one, tokens in zip(
-        asked, references(reference, [Session(one.prompt, PARAMS[1]) for one in asked], 30), strict=True
-    ):
-        assert one.output == tokens[: len(one.output)]
-        end(scheduler, one)
+        while active := [one for one in asked if len(one.output) < 12]:
+            decoded(scheduler, active, 8)
+    check(scheduler, reference, asked)
 
 
-def test_it_ends_where_other_sessions_wait_for_a_place(scheduler):
-    asked = [Session(prompt(3, seed), PARAMS[1]) for seed in range(MAX_REQUESTS + 8)]
-    decoded(scheduler, asked[:8], 0)
+def test_it_ends_where_other_sessions_wait_for_a_place(scheduler, reference, monkeypatch):
+    monkeypatch.setattr(decode_ahead, "AHEAD_PERIOD_S", 1e9)
+    asked = [Session(prompt(3, seed), SAMPLED) for seed in range(MAX_REQUESTS + 8)]
     messages = decoded(scheduler, asked, 30)
-    assert any(message.is_last and len(message.token_ids) < 30 for message in messages)
-    for one in asked:
-        end(scheduler, one)
+    assert {len(message.token_ids) for message in messages} > {30}
+    check(scheduler, reference, asked)
