@@ -2,10 +2,9 @@
 
 import pytest
 
-from gammaray.errors import CancelledError
 from gammaray.types import SamplingParams
 from services.scheduling import decode_ahead
-from services.scheduling.tasks import AheadTokens, Release
+from services.scheduling.tasks import AheadTokens
 from services.vllm.engine import MAX_REQUESTS
 from tests.support.vllm_helpers import GREEDY, Session, ask, end, prompt, references
 from tests.vllm.conftest import BLOCK, free_blocks
@@ -78,16 +77,6 @@ def test_another_block_ends_it_and_gets_its_own_tokens(scheduler, reference):
     session.take(task, answer)
     assert not scheduler.has_work
     check(scheduler, reference, [session])
-
-
-def test_a_release_ends_it(scheduler):
-    session = Session(prompt(20), SAMPLED)
-    ask(scheduler, session, num_ahead=30)
-    scheduler.step()
-    scheduler.release([Release(session.name, session.epoch)])
-    replies = [reply for _, reply in scheduler.step()]
-    assert [type(reply.outcome) for reply in replies if reply.is_ahead] == [CancelledError]
-    assert not scheduler.has_work
 
 
 def test_sessions_that_outgrow_the_memory_go_on_with_their_next_block(scheduler, reference):
