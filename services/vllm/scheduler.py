@@ -285,7 +285,7 @@ class VllmScheduler:
         if self._decoding.take(work, verdict) or self.engine.num_free_requests < 0:
             self._steps.answer(work, self._decoding.last(work))
         else:
-            self.engine.post(work.request_id, work.block)  # memory it takes from paused requests as it grows
+            self.engine.post(work.request_id, work.block)  # vLLM takes memory from paused requests for it
 
     def _reopen(self, preempted: Sequence[str]) -> None:
         """Close requests that lost their cache, and read those with a block again.

@@ -85,9 +85,10 @@ def test_another_block_ends_it_and_gets_its_own_tokens(model, scheduler):
     ask(run)
     for _ in range(3):
         scheduler.step()
-    for _ in range(4):
-        run.cycle(PLAIN)
-    assert run.tokens[len(PROMPT) :] == plain_tokens(model, 5)
+    scheduler.submit([run.block(PLAIN)])
+    (_, ahead), (_, reply) = scheduler.step()  # not after the 27 tokens that are left
+    assert (ahead.is_ahead, reply.is_ahead) == (True, False)
+    assert [*run.tokens[len(PROMPT) :], reply.outcome.next_token_id] == plain_tokens(model, 2)
     assert not scheduler.has_work
 
 
