@@ -74,7 +74,8 @@ class Verdict:
     # Tokens after the next one, which the target worker decoded ahead; their logprobs come last.
     further_token_ids: tuple[int, ...] = ()
     is_followed: bool = False  # whether the target worker decodes ahead now
-    is_ahead: bool = False  # whether the tokens were decoded ahead, without a block that asked for them
+    # Seconds per token that was decoded ahead, 0 if unknown; None: a block asked for the token.
+    ahead_s: float | None = None
     # If requested from the target worker. None in the orchestrator, which may convert them in a thread.
     prompt_logprobs: PromptLogprobs | None = None
     timing: VerifyTiming | None = None  # set by the orchestrator; None if the worker reported none

@@ -134,7 +134,7 @@ def ahead_from_proto(message: target_pb.AheadTokens, vocab_size: int, *, has_log
         num_tested=0,
         logprobs=tuple(_logprobs(entry, vocab_size) for entry in message.logprobs) if has_logprobs else (),
         further_token_ids=token_ids[1:],
-        is_ahead=True,
+        ahead_s=0.0,
         timing=_timing(message.timing),
     )
 

@@ -175,7 +175,7 @@ class CostModel:
         self._clock += share
         if self._clock >= self._renewed_at + HOLD:
             self.renew()
-        if cycle.is_first or is_entry or cycle.draft_failed or cycle.total_s <= 0:
+        if cycle.is_first or is_entry or cycle.draft_failed or cycle.cost_s <= 0:
             return
         self._num_cycles += 1
         work = _work_of(cycle)
@@ -199,12 +199,12 @@ class CostModel:
 
     def _measure_speed(self, cycle: Cycle, work: Costs, share: float) -> None:
         # The prompts of others delay all shapes alike: their time would make that of a row look cheap.
-        seconds = max(cycle.total_s - work.others_prompt * self.mean.others_prompt, self.mean.fixed)
+        seconds = max(cycle.cost_s - work.others_prompt * self.mean.others_prompt, self.mean.fixed)
         self._tokens += share / HOLD * (cycle.num_accepted + 1 - self._tokens)
         self._seconds += share / HOLD * (seconds - self._seconds)
 
     def _fit(self, cycle: Cycle, work: Costs, share: float, was_plain: bool) -> None:
-        seconds = cycle.total_s
+        seconds = cycle.cost_s
         if not self.is_known:
             unit = seconds / _dot(work, PRIOR)
             self.mean = Costs(*[value * unit for value in PRIOR])
@@ -305,8 +305,9 @@ def _work_of(cycle: Cycle) -> Costs:
     if timing is not None:
         busy = min(1.0, 2.0 * timing.queue_s / timing.compute_s) if timing.compute_s > 0 else 0.0
         sessions = timing.batch_size * (1.0 + busy) - 1.0
-        rows = max(0, timing.batch_rows - cycle.num_drafted - timing.batch_size) * (1.0 + busy)
-        prompts = (timing.batch_tokens - timing.batch_rows) * (1.0 + busy)
+        steps = 1 if cycle.ahead_s is None else len(cycle.token_ids)
+        rows = max(0.0, timing.batch_rows / steps - cycle.num_drafted - timing.batch_size) * (1.0 + busy)
+        prompts = (timing.batch_tokens - timing.batch_rows) / steps * (1.0 + busy)
     return Costs(
         fixed=1.0,
         draft=float(forwards > 0),

@@ -21,7 +21,7 @@ class Reason(str, Enum):
 
 
 class FixedGamma:
-    """Always chooses the same gamma; its cycles teach the costs, too, unless they were decoded ahead.
+    """Always chooses the same gamma; its cycles teach the costs, too.
 
     The tokens that a grammar forces are proposed alone, the request's prediction while the completion follows
     it, else the draft model proposes, and while it cannot, the longest match in known text. Above gamma
@@ -52,6 +52,6 @@ class FixedGamma:
         return replace(shape, max_nodes=0, drafter=kind, is_fallback=candidates.is_fallback)
 
     def observe(self, cycle: Cycle) -> None:
-        if not (cycle.has_fallen_back or cycle.is_ahead):
+        if not cycle.has_fallen_back:
             self._costs.observe(cycle, was_plain=self._was_plain)
             self._was_plain = cycle.num_drafted == 0

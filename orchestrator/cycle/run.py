@@ -76,7 +76,7 @@ async def run_cycle(
         is_fallback=draft_failed or proposal.is_fallback or shape.is_fallback,
         is_prepared=proposal.is_prepared,
         started=start,
-        is_ahead=verdict.is_ahead,
+        ahead_s=verdict.ahead_s,
     )
     controller.observe(cycle)
     return cycle

@@ -42,7 +42,6 @@ class Session:
     num_prompt_logprobs: int | None = None  # alternatives; None: no log-probabilities of the prompt
     adapter: str = ""  # of LoRA, which the target applies; empty: none
     is_stored: bool = True  # else workers keep nothing after the completion either
-    is_plain: bool = False  # no cycle will have a proposal
     token_ids: list[int] = field(init=False)  # committed: prompt, then emitted; positions are absolute
     finish_reason: FinishReason | None = field(init=False, default=None)  # set once the completion has ended
     state: bytes = field(init=False, default=b"")  # handover to the next owner, stored with the next commit

@@ -147,7 +147,13 @@ class Cycle:
     is_fallback: bool = False  # whether the drafter that the request allows could not propose
     is_prepared: bool = False  # whether the proposal had arrived before it was requested
     started: float = 0.0  # `time.perf_counter()` at the start of the cycle
-    is_ahead: bool = False  # whether its tokens were decoded before the cycle asked for them
+    # Seconds per token that was decoded before the cycle asked for it, 0 if unknown; None: a cycle of one block.
+    ahead_s: float | None = None
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that the cycle took, or each of its tokens took that were decoded ahead; 0 if unknown."""
+        return self.total_s if self.ahead_s is None else self.ahead_s
 
     @property
     def first_children(self) -> tuple[int, int]:

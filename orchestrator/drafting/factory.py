@@ -87,7 +87,6 @@ class Drafting:
             )
         else:
             reason = Reason.NO_DRAFTER if request.drafter is DrafterKind.NONE else None
-            session.is_plain = fixed == 0
             controller = FixedGamma(fixed, self.costs, policy.max_nodes if fixed else 0, reason)
         return drafter, DrafterChoice(session, drafter, controller)
 

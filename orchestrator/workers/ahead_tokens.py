@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,8 @@ from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import ahead_from_proto
 
 CROWD = 8
-"""Sessions on a worker from which plain ones are decoded ahead. With fewer the orchestrator keeps up, and a
-plain cycle takes the same trip to the worker as one with a proposal."""
+"""Sessions on a worker from which those without a proposal are decoded ahead. With fewer the orchestrator keeps
+up, and a plain cycle takes the same trip to the worker as one with a proposal."""
 
 NOTHING = target_pb.VerifyBlock()
 
@@ -32,6 +33,7 @@ class AheadCache:
         self.error: pb.BlockError | None = None
         self._block, self._position, self._end, self._limit = NOTHING, 0, 0, 0
         self._messages: list[target_pb.AheadTokens] = []
+        self._taken_s, self._arrived_s = 0.0, 0.0  # when the last message that was taken, and that of all, came
         self._is_coming = False
         self._arrival: asyncio.Future[Any] | None = None
 
@@ -40,6 +42,7 @@ class AheadCache:
         self._block, self._position, self._end = block, position, position
         self._limit = position + block.num_ahead
         self._messages, self._is_coming, self.error = [], block is not NOTHING, None
+        self._taken_s = 0.0
 
     def put(self, message: target_pb.AheadTokens | None) -> None:
         """Keep the tokens of a message; after None or what does not follow those before no more will come."""
@@ -53,7 +56,7 @@ class AheadCache:
                 self.error = message.error
             elif is_right and message.token_ids:
                 self._messages.append(message)
-                self._end = end
+                self._end, self._arrived_s = end, time.perf_counter()
         self._is_coming &= message is not None
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
@@ -73,14 +76,17 @@ class AheadCache:
     def take(self, vocab_size: int, *, has_logprobs: bool) -> Verdict | None:
         """Return the tokens that are here as one verdict, None without any; InternalError if malformed."""
         messages, self._messages = self._messages, []
-        self._position = self._end
+        num_tokens, self._position = self._end - self._position, self._end
         if not messages:
             return None
         self.last = messages[-1]
+        seconds = self._arrived_s - self._taken_s if self._taken_s else 0.0
+        self._taken_s = self._arrived_s
         first, *others = [ahead_from_proto(one, vocab_size, has_logprobs=has_logprobs) for one in messages]
         more = [(other.next_token_id, *other.further_token_ids) for other in others]
         return replace(
             first,
+            ahead_s=seconds / num_tokens,
             further_token_ids=(*first.further_token_ids, *itertools.chain.from_iterable(more)),
             logprobs=tuple(itertools.chain(first.logprobs, *(other.logprobs for other in others))),
         )

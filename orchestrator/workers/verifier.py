@@ -210,7 +210,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             sent, path = _sent(draft, takes_trees=session.takes_trees)
             start = time.monotonic()
             try:
-                if (verdict := await self._decoded_ahead(session, link)) is not None:
+                is_plain = not isinstance(sent, DraftHere) and not sent
+                if is_plain and (verdict := await self._decoded_ahead(session, link)) is not None:
                     return verdict
                 timeout_s = self._timeout_s + (session.num_committed - self._num_known) * PREFILL_TOKEN_S
                 block = partial(self._block, session, link, sent)
@@ -243,8 +244,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             return verdict
 
     def _block(self, session: Session, link: TargetLink, draft: Draft) -> target_pb.VerifyBlock:
-        is_ahead = session.is_plain and max(len(link.sessions), link.batch_size) >= CROWD
-        block = _block(session, draft, min(MAX_AHEAD, session.remaining - 1) if is_ahead else 0)
+        is_crowd = max(len(link.sessions), link.batch_size) >= CROWD
+        block = _block(session, draft, min(MAX_AHEAD, session.remaining - 1) if is_crowd else 0)
         self._ahead.expect(block if block.num_ahead else NOTHING, session.num_committed + 1)
         if block.num_ahead:  # another owner in this process may have taken its place
             self._start_listening(session, link)

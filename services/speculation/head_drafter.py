@@ -7,7 +7,7 @@ does not attend to the tokens before. Without the feature of the last position b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,13 +23,19 @@ from services.speculation.session import Speculation
 MAX_FEATURES = 4096
 """Features of one session that wait for the head at most; the oldest are dropped."""
 
+FUSED_TOGETHER = 32
+"""Positions whose states become features in one call, unless the head drafts before. One by one they take 6 % of
+a plain step of 16 sessions (SmolLM2, AMD EPYC, 2026-11-30)."""
+
 
 @dataclass(slots=True)
 class _UnreadFeatures:
-    """The features of one session that the head has not read."""
+    """The features of one session that the head has not read, and the states of the positions after them."""
 
     start: int  # position of the first one
     rows: Tensor  # [positions, width]
+    states: list[Tensor] = field(default_factory=list)  # each [positions, taps, hidden_size]
+    num_states: int = 0  # positions of these
     fed: int = 0  # how many of the session's tokens the head was fed with features
     lowest: int = 0  # the first position at which tokens may have changed since
     is_opened: bool = False  # whether the tree was begun with the last of these features
@@ -43,8 +49,8 @@ class _UnreadFeatures:
 
     @property
     def end(self) -> int:
-        """Position after the last feature."""
-        return self.start + len(self.rows)
+        """Position after the last one."""
+        return self.start + len(self.rows) + self.num_states
 
 
 class HeadDrafter(LocalDrafter):
@@ -61,19 +67,27 @@ class HeadDrafter(LocalDrafter):
         self._features: dict[str, _UnreadFeatures] = {}
 
     def _take(self, session_id: str, start: int, states: Tensor) -> None:
-        rows = self.engine.fuse(states)
         features = self._features.get(session_id)
         if features is None:
-            first = start + max(0, len(rows) - self._window)
-            self._features[session_id] = _UnreadFeatures(first, rows[-self._window :])
-            return
+            features = self._features[session_id] = _UnreadFeatures(start, self.engine.fuse(states[:0]))
         features.lowest, features.is_opened = min(features.lowest, start), False
-        if features.start <= start <= features.end:
-            rows = torch.cat([features.rows[: start - features.start], rows])
-        else:
-            features.start = start
-        features.start += max(0, len(rows) - self._window)
-        features.rows = rows[-self._window :]
+        if start != features.end:
+            self._fuse(features)
+            num_kept = start - features.start
+            if not 0 <= num_kept <= len(features.rows):
+                num_kept, features.start = 0, start
+            features.rows = features.rows[:num_kept]
+        features.states.append(states)
+        features.num_states += len(states)
+        if features.num_states >= FUSED_TOGETHER:
+            self._fuse(features)
+
+    def _fuse(self, features: _UnreadFeatures) -> None:
+        """Make features of the states."""
+        if features.states:
+            rows = torch.cat([features.rows, self.engine.fuse(torch.cat(features.states))])
+            features.start += max(0, len(rows) - self._window)
+            features.rows, features.states, features.num_states = rows[-self._window :], [], 0
 
     def drop(self, session_id: str) -> None:
         self._features.pop(session_id, None)
@@ -85,6 +99,7 @@ class HeadDrafter(LocalDrafter):
         features = self._features.get(session.session_id)
         if features is None:
             return False
+        self._fuse(features)
         features.truncate(min(num_valid, len(session.tokens) - 1))
         if features.end != len(session.tokens) - 1:
             return False
