@@ -74,7 +74,8 @@ class RunningTurn:
     def chunk(self, cycle: Cycle) -> Chunk:
         """Count a stored cycle and return its chunk."""
         self._cycle_log.stored()
-        plain_cycle_s = None if cycle.ahead_s is not None else self._costs.plain_cycle_s  # it is one of a single token
+        # A plain cycle has one token; one that was decoded ahead may have more.
+        plain_cycle_s = self._costs.plain_cycle_s if cycle.ahead_s is None else None
         self._meter.cycle(cycle, plain_cycle_s)
         if cycle.finish_reason is not None:
             self._release()

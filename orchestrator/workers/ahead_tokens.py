@@ -14,8 +14,8 @@ from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import ahead_from_proto
 
 CROWD = 8
-"""Sessions on a worker from which those without a proposal are decoded ahead. With fewer the orchestrator keeps
-up, and a plain cycle takes the same trip to the worker as one with a proposal."""
+"""Sessions on a worker from which those without a proposal are decoded ahead. With fewer the orchestrator
+keeps up, and a plain cycle takes the same trip to the worker as one with a proposal."""
 
 NOTHING = target_pb.VerifyBlock()
 
@@ -33,7 +33,7 @@ class AheadCache:
         self.error: pb.BlockError | None = None
         self._block, self._position, self._end, self._limit = NOTHING, 0, 0, 0
         self._messages: list[target_pb.AheadTokens] = []
-        self._taken_s, self._arrived_s = 0.0, 0.0  # when the last message that was taken, and that of all, came
+        self._taken_s = self._arrived_s = 0.0  # when the last message that was taken came, and the last one
         self._is_coming = False
         self._arrival: asyncio.Future[Any] | None = None
 

@@ -253,8 +253,11 @@ class TargetScheduler:
             self.engine.keep_path(session.session_id, base, path)
         if running.states is not None:
             first = len(running.states) - len(proposal)
-            rows = [*range(first), *(first + node for node in path)]
-            self._head.take(session.session_id, running.fed_from, running.states[rows])
+            if proposal.parents is None:  # NOTE: indexing by rows takes ten times as long
+                states = running.states[: first + len(path)].clone()
+            else:
+                states = running.states[[*range(first), *(first + node for node in path)]]
+            self._head.take(session.session_id, running.fed_from, states)
         if task.head is not None and task.head.depth > 0:
             verdict = replace(verdict, drafted=replace(proposal, draft_distributions=None))
             if self._drafts_ahead and verdict.next_token_id not in session.spec.eos_token_ids:

@@ -24,8 +24,8 @@ MAX_FEATURES = 4096
 """Features of one session that wait for the head at most; the oldest are dropped."""
 
 FUSED_TOGETHER = 32
-"""Positions whose states become features in one call, unless the head drafts before. One by one they take 6 % of
-a plain step of 16 sessions (SmolLM2, AMD EPYC, 2026-11-30)."""
+"""Positions whose states become features in one call, unless the head drafts before. One by one they take
+6 % of a plain step of 16 sessions (SmolLM2, AMD EPYC, 2026-11-30)."""
 
 
 @dataclass(slots=True)

@@ -308,6 +308,18 @@ async def test_a_crowd_gets_the_tokens_that_each_request_gets_alone(orchestrator
     assert cycles < count == 100
 
 
+async def test_plain_cycles_between_proposals_are_decoded_ahead(orchestrator, monkeypatch):
+    request = replace(
+        REQUESTS[2], drafter=DrafterKind.SUFFIX, gamma=GammaPolicy(4), prompt="x = [1, 2, 1, 2, "
+    )
+    monkeypatch.setattr(verifier, "CROWD", 1)
+    chunks = await complete(orchestrator, replace(request, gamma=GammaPolicy(4)))
+    assert tokens_of(chunks) == tokens_of(await complete(orchestrator, request))
+    origins = [{token.origin for token in chunk.tokens} for chunk in chunks if len(chunk.tokens) > 1]
+    assert {TokenOrigin.BONUS} in origins  # decoded ahead
+    assert any(TokenOrigin.ACCEPTED in one for one in origins)
+
+
 async def test_sessions_of_other_orchestrators_count_in_a_crowd(orchestrator, redis_server, monkeypatch):
     monkeypatch.setattr(verifier, "CROWD", 5)
     async with running(redis_server, "", "") as other:

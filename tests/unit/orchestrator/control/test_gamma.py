@@ -295,6 +295,21 @@ def test_costs_keep_the_prompts_of_others_out_of_speed_and_rows():
     assert busy.mean.others_prompt == pytest.approx(0.04 * UNIT_S, rel=0.25)
 
 
+def test_costs_of_tokens_that_were_decoded_ahead_are_those_of_one_step():
+    asked, ahead = CostModel(random.Random(1)), CostModel(random.Random(1))
+    timing = VerifyTiming(0.0, UNIT_S, 4, 4, 4)
+    cycle = make_cycle(Shape(0), [], 0, draft=0.0, verify=1.0, other=0.0, timing=timing)
+    timing = VerifyTiming(0.0, 5 * UNIT_S, 4, 20, 20)
+    several = replace(cycle, token_ids=(0,) * 5, total_s=0.1, ahead_s=UNIT_S, timing=timing)
+    unknown = replace(several, ahead_s=0.0)
+    for _ in range(40):
+        asked.observe(cycle, was_plain=True)
+        ahead.observe(several, was_plain=True)
+        ahead.observe(unknown, was_plain=True)
+    assert ahead.mean == pytest.approx(asked.mean, rel=0.01)
+    assert ahead.others_rows == asked.others_rows == 0.0
+
+
 def test_plain_cycles_bring_back_what_was_assumed_of_drafting():
     costs = CostModel(random.Random(1))
     drive(FixedGamma(4, costs), World(draft=5.0, alpha=0.05), 100, Lone(random.Random(1)))

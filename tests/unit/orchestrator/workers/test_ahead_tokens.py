@@ -4,6 +4,7 @@ import pytest
 
 from gammaray.v1 import target_service_pb2 as pb
 from gammaray.v1 import types_pb2
+from orchestrator.workers import ahead_tokens
 from orchestrator.workers.ahead_tokens import AheadCache
 
 
@@ -26,6 +27,18 @@ def test_all_that_has_arrived_is_one_verdict(ahead):
     verdict = ahead.take(97, has_logprobs=False)
     assert (verdict.next_token_id, verdict.further_token_ids) == (1, (2, 3))
     assert not ahead.follow(13)
+
+
+def test_the_seconds_of_a_token_are_those_between_messages(ahead, monkeypatch):
+    now = iter([5.0, 5.6, 9.0])
+    monkeypatch.setattr(ahead_tokens.time, "perf_counter", lambda: next(now))
+    ahead.put(message(10, 1))
+    assert ahead.take(97, has_logprobs=False).ahead_s == 0.0  # unknown: nothing came before
+    ahead.put(message(11, 2, 3))
+    assert ahead.take(97, has_logprobs=False).ahead_s == pytest.approx(0.3)
+    ahead.expect(pb.VerifyBlock(request_id=7, num_ahead=3), 13)
+    ahead.put(message(13, 1))
+    assert ahead.take(97, has_logprobs=False).ahead_s == 0.0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from services.own import head_loading
 from services.own.head_loading import load_local_drafter
 from services.own.target_scheduler import TargetScheduler
 from services.scheduling.planning import Limits
+from services.speculation import head_drafter
 from services.speculation.head_drafter import MAX_FEATURES
 from services.speculation.local_drafter import LocalDrafter
 from tests.support.engine_helpers import random_tokens, tiny_model
@@ -116,6 +117,16 @@ def test_other_tokens_at_the_end_are_drafted_for_anew(pair):
         for _ in range(3):
             run.cycle(Shape(3))
             run.idle()
+    assert_same(ours, theirs)
+
+
+def test_features_made_together_are_those_made_one_by_one(pair, monkeypatch):
+    params = SamplingParams(temperature=1.0, seed=9)
+    ours, theirs = (Run(scheduler_of(pair)[0], PROMPT, params) for _ in range(2))
+    for run, together in ((ours, head_drafter.FUSED_TOGETHER), (theirs, 1)):
+        monkeypatch.setattr(head_drafter, "FUSED_TOGETHER", together)
+        for gamma in (0,) * 40 + (3, 3, 0, 2):
+            run.cycle(Shape(gamma))
     assert_same(ours, theirs)
 
 
