@@ -116,6 +116,8 @@ def load_table(result: Result) -> Iterator[str]:
     """Yield whole requests over gamma 0 by number of completions in flight."""
     rows = []
     for point in result["points"]:
+        if point["category"] != "all":
+            continue
         found = {row["system"]: row for row in point["rows"]}
         over = found[ADAPTIVE]["over_plain"]
         rows.append(
@@ -259,9 +261,9 @@ CLAIMS = (
     ),
     Claim(
         "Several completions in flight",
-        "The same model; whole requests, prompts included. With many in flight the cores are busy, and the "
-        "controller proposes less.",
-        "peers-2026-11-25-3",
+        "The same model, chats; whole requests, prompts included. With many in flight the cores are busy; "
+        "the controller proposes less.",
+        "peers-2026-11-30",
         load_table,
     ),
     Claim(
