@@ -143,6 +143,7 @@ class TrainableHead(Trainable):
         config, ids = self.config, self.target_ids.cpu()
         weights = {**self.module.state_dict(), "d2t": ids - torch.arange(len(ids))}
         layer = config.layer.to_diff_dict() | {"model_type": "llama", "num_hidden_layers": 1}
+        layer["num_aux_hidden_states"] = len(config.taps)  # vLLM assumes three, and reads only this part
         stored = {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",

@@ -44,6 +44,7 @@ def test_training_learns_and_resumes(trained):
     assert overlaps(second)[-1][0] > overlaps(first)[0][0] + 0.05
     config = json.loads((folder / "drafter" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == list(TAPS)
+    assert config["transformer_layer_config"]["num_aux_hidden_states"] == len(TAPS)
     assert config["draft_vocab_size"] == 512
 
 
