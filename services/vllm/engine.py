@@ -33,6 +33,8 @@ from services.vllm.messages import (
     Verdicts,
 )
 
+_log = logging.getLogger(__name__)
+
 MAX_REQUESTS = 256
 """Most sessions with a KV cache at once; vLLM's scheduler has a slot for each."""
 
@@ -118,6 +120,7 @@ class VllmEngine:
         self.is_lost = False
         try:
             config = _configuration(options)
+            _check_layers(config.model_config)
             executor = Executor.get_class(config)
             self.core = EngineCore(config, executor, log_stats=False, executor_fail_callback=self.note_loss)
         except (EngineLostError, InvalidArgumentError):
@@ -423,6 +426,16 @@ def _configuration(options: EngineOptions) -> Any:
     else:
         arguments["gpu_memory_utilization"] = options.memory_share
     return EngineArgs(**arguments).create_engine_config()
+
+
+def _check_layers(model: Any) -> None:
+    """Refuse recurrent layers on a CPU, where vLLM fails in the first forward."""
+    if not (model.is_hybrid or model.is_attention_free):
+        return
+    if _device() == "cpu":
+        allowed = "a model without recurrent layers: vLLM's CPU build lacks their kernels"
+        raise InvalidArgumentError("model", model.model, allowed)
+    _log.warning("%s has recurrent layers, with which rejected tokens were never tested here", model.model)
 
 
 def _device() -> str:

@@ -26,6 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
+EXPERT_GROUP = "_EP"  # a global of vLLM
 IN_ANOTHER = "_run_in_subprocess"  # a function of vLLM
 MAX_POSITIONS = 1024
 BLOCK = 128
@@ -34,7 +35,7 @@ BLOCK = 128
 LIMITS = Limits(max_batch_tokens=256, prefill_chunk=64)
 SIZES = {
     "llama": {"head_dim": 32},
-    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32},
 }
 """vLLM's kernels want heads of 32 or more."""
 
@@ -110,14 +111,18 @@ def shared(llama):
 
 
 @pytest.fixture(scope="session")
-def qwen3(tmp_path_factory):
-    return make_model("qwen3", tmp_path_factory.mktemp("models"))
+def moe(tmp_path_factory):
+    return make_model("qwen3_moe", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
-def shared_qwen3(qwen3, shared):
-    """vLLM's scheduler for the Qwen3; it ends before the other one, with which it shares vLLM's globals."""
-    scheduler = start_vllm(qwen3)
+def shared_moe(moe, shared):
+    """vLLM's scheduler for a Qwen3 with experts; it ends before the other one: they share vLLM's globals."""
+    from vllm.distributed import parallel_state
+
+    # The first engine of the process has none; of one rank all groups are alike.
+    setattr(parallel_state, EXPERT_GROUP, parallel_state.get_tp_group())
+    scheduler = start_vllm(moe)
     yield scheduler
     scheduler.close()
 

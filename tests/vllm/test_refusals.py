@@ -13,6 +13,8 @@ from gammaray.errors import InvalidArgumentError
 from services.demo_pair import TARGET_DIR
 from services.vllm.engine import EngineOptions, VllmEngine
 from services.vllm.loading import load_target
+from tests.support.engine_helpers import tiny_model
+from tests.support.processing_helpers import save_small_tokenizer
 from tests.vllm.conftest import LIMITS
 
 MOST = 400
@@ -34,6 +36,12 @@ def test_architecture_that_vllm_lacks(demo):
     assert "mamba9" in refused.value.allowed
     assert len(str(refused.value)) <= MOST
     assert "\n" not in str(refused.value)
+
+
+def test_recurrent_layers_which_this_build_does_not_compute(tmp_path):
+    directory = save_small_tokenizer(tiny_model("qwen3_next", tmp_path, max_position_embeddings=1024))
+    with pytest.raises(InvalidArgumentError, match="model without recurrent layers: vLLM's CPU build"):
+        VllmEngine(EngineOptions(str(directory)))
 
 
 @pytest.mark.nightly

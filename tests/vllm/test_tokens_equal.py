@@ -19,7 +19,7 @@ NUM_SESSIONS = 12
 
 
 @pytest.fixture(
-    scope="module", params=[("llama", "shared"), ("qwen3", "shared_qwen3")], ids=["llama", "qwen3"]
+    scope="module", params=[("llama", "shared"), ("moe", "shared_moe")], ids=["llama", "qwen3 with experts"]
 )
 def served(request):
     """vLLM's scheduler and the CPU engine's with the same model."""
