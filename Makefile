@@ -59,7 +59,7 @@ test-more: install  ## what make test leaves out: slow tests, and those of whole
 	$(BIN)/pytest --durations 25 -m "kills and not nightly" tests/chaos tests/e2e tests/hosts || failed=1; \
 	exit $$failed
 
-test-nightly: install $(VLLM_ENV)/.installed  ## the longest tests, which neither make test-more nor make test-vllm runs
+test-nightly: install $(VLLM_ENV)/.installed $(VLLM_ENV)/triton  ## the longest tests, which neither make test-more nor make test-vllm runs
 	@failed=0; \
 	$(BIN)/pytest --durations 25 -m nightly --ignore tests/vllm || failed=1; \
 	$(VLLM_BIN)/pytest --durations 25 -m nightly tests/vllm || failed=1; \
@@ -89,7 +89,11 @@ $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt $(VL
 	$(call packages,$(VLLM_BIN),$(VLLM_CONSTRAINTS),--no-deps -r constraints-vllm.txt)
 	touch $@
 
-test-vllm: $(VLLM_ENV)/.installed  ## vLLM behind target workers, on CPUs
+# Triton without a GPU is for tests alone: elsewhere vLLM's CPU build has none.
+$(VLLM_ENV)/triton: $(VLLM_ENV)/.installed
+	$(VLLM_BIN)/pip install -q --disable-pip-version-check --no-compile --no-deps --target $@ triton==3.9.0
+
+test-vllm: $(VLLM_ENV)/.installed $(VLLM_ENV)/triton  ## vLLM behind target workers, on CPUs
 	$(VLLM_BIN)/pytest -n 2 $(BY_FILE) --durations 25 -m "not nightly" tests/vllm
 
 vllm-next:  ## install the newest vLLM into .venv-vllm-next, and test-vllm

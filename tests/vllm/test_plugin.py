@@ -237,14 +237,17 @@ def test_off_unless_the_variable_asks_and_then_nothing_is_imported():
     [
         ("", "", "builtins.object is not the V1 model runner"),
         ("GPUModelRunner._sample", "other", "has no other"),
+        ("Sampler._sample_random", "other", "has no other"),
     ],
 )
 def test_a_vllm_that_differs_is_left_alone_with_one_line(name, wanted, reason, plugged, monkeypatch):
     from gammaray_vllm import hooks
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    for full in [full for full in hooks.NAMES if name and full.endswith(name)]:
-        monkeypatch.setitem(hooks.NAMES, full, wanted)
+    for names in (hooks.NAMES, hooks.SECOND_NAMES):
+        for full in [full for full in names if name and full.endswith(name)]:
+            monkeypatch.setitem(names, full, wanted)
+            monkeypatch.setenv(gammaray_vllm.RUNNER_VARIABLE, str(int(names is hooks.SECOND_NAMES)))
     monkeypatch.setattr(WorkerWrapperBase, "init_device", lambda self: None)
     hooks.differences.cache_clear()
     hooks.install()

@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import os
 
-__all__ = ["VARIABLE", "register"]
+__all__ = ["RUNNER_VARIABLE", "VARIABLE", "register"]
 
 VARIABLE = "GAMMARAY_VLLM_COUPLED"
 """Environment variable that turns the plug-in on, unless it is empty or 0."""
 
-_RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's variable that selects its model runner: 0 for V1, the plug-in's default, 1 for V2."""
 
 
 def register() -> None:
     """Hook into vLLM if `VARIABLE` asks for it; the entry point of the group `vllm.general_plugins`."""
     if os.environ.get(VARIABLE, "") in ("", "0"):
         return
-    os.environ.setdefault(_RUNNER_VARIABLE, "0")  # the hooks are in the V1 model runner
+    os.environ.setdefault(RUNNER_VARIABLE, "0")
     try:
         from .hooks import install
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -14,12 +15,16 @@ from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from . import RUNNER_VARIABLE
+
 logger = init_logger("vllm.plugins.gammaray_vllm")
 
 _MARK = "_is_gammaray"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _SAMPLE = "vllm.v1.sample"
 _REJECTION = f"{_SAMPLE}.rejection_sampler:RejectionSampler.forward"
+
+_GPU = "vllm.v1.worker.gpu"
 
 PARAMETERS: dict[str, str] = {
     f"{_RUNNER}._sample": "self logits spec_decode_metadata",
@@ -51,6 +56,40 @@ NAMES: dict[str, str] = {
 }
 """Function -> names in its code, of attributes that the plug-in reads."""
 
+SECOND_PARAMETERS: dict[str, str] = {
+    "vllm.sampling_params:SamplingParams._validate_spec_decode": "self speculative_config",
+    "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device": "self",
+    f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler._verify": (
+        "self logits draft_logits draft_sampled pos cu_num_logits idx_mapping idx_mapping_np "
+        "expanded_idx_mapping expanded_local_pos seq_lens_upper_bound_np verify_draft_sampled"
+    ),
+    f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.sample_draft": (
+        "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step draft_logits "
+        "spec_step_idx"
+    ),
+    f"{_GPU}.sample.sampler:Sampler.apply_sampling_params": (
+        "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
+        "seq_lens_upper_bound_np skip_top_k_top_p"
+    ),
+    f"{_GPU}.sample.gumbel:gumbel_sample": (
+        "logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting logits_cache "
+        "logits_cache_col use_fp64 logits_cache_source"
+    ),
+}
+"""The same for the V2 model runner."""
+
+SECOND_NAMES: dict[str, str] = {
+    f"{_GPU}.model_runner:GPUModelRunner.__init__": "vllm_config",
+    f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__init__": "sampler num_speculative_steps",
+    f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.sample_draft": (
+        "use_local_argmax_reduction get_draft_top_tokens compute_draft_logits use_fp64_gumbel "
+        "_maybe_predict_acceptance"
+    ),
+    f"{_GPU}.sample.sampler:Sampler.__init__": "sampling_states use_fp64_gumbel",
+    f"{_GPU}.sample.sampler:Sampler._sample_random": "gumbel_sample temperature seeds",
+}
+"""The same for the V2 model runner."""
+
 
 def install() -> None:
     """Hook into this process of vLLM; what draws is replaced once the model runner exists."""
@@ -63,14 +102,20 @@ def _with_hooks(init_device: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(init_device)
     def hooked(self: Any) -> None:
         init_device(self)
-        if reason := next(iter(differences()), "") or _other_runner(self.worker.model_runner):
+        runner, is_second = self.worker.model_runner, selects_second()
+        if reason := next(iter(differences(is_second)), "") or _other_runner(runner, is_second):
             logger.error("gammaray-vllm is NOT active, and vLLM samples as without it: %s", reason)
             return
-        from .sampler import CoupledSampler
+        if is_second:
+            from .second_runner import install as install_second
 
-        taken = ", ".join(CoupledSampler(self.worker.model_runner).install())
+            taken = install_second(runner)
+        else:
+            from .sampler import CoupledSampler
+
+            taken = CoupledSampler(runner).install()
         promise = "a seed gives the same tokens with and without speculation"
-        logger.warning("gammaray-vllm is ACTIVE: %s. Replaced: %s", promise, taken)
+        logger.warning("gammaray-vllm is ACTIVE: %s. Replaced: %s", promise, ", ".join(taken))
 
     setattr(hooked, _MARK, True)
     return hooked
@@ -81,8 +126,10 @@ def _with_all_parameters(validate: Callable[[Any, Any], None]) -> Callable[[Any,
 
     @functools.wraps(validate)
     def checked(self: Any, speculative_config: Any) -> None:
-        is_budgeted = getattr(self, "thinking_token_budget", None) is not None
-        if speculative_config is None or not (self.min_p or self.logit_bias or is_budgeted) or differences():
+        is_second = selects_second()
+        is_budgeted = getattr(self, "thinking_token_budget", None) is not None and not is_second
+        is_given = self.min_p or self.logit_bias or is_budgeted
+        if speculative_config is None or not is_given or differences(is_second):
             return validate(self, speculative_config)
         if is_budgeted:
             raise VLLMValidationError(
@@ -96,24 +143,31 @@ def _with_all_parameters(validate: Callable[[Any, Any], None]) -> Callable[[Any,
     return checked
 
 
-def _other_runner(runner: Any) -> str:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+def selects_second() -> bool:
+    """Whether the V2 model runner is asked for."""
+    return os.environ.get(RUNNER_VARIABLE, "0") not in ("", "0")
 
-    kind = f"{type(runner).__module__}.{type(runner).__name__}"
-    is_known = isinstance(runner, GPUModelRunner)
-    return "" if is_known else f"{kind} is not the V1 model runner, which VLLM_USE_V2_MODEL_RUNNER=0 selects"
+
+def _other_runner(runner: Any, is_second: bool) -> str:
+    known = import_module(f"{_GPU}.model_runner" if is_second else f"{_GPU}_model_runner").GPUModelRunner
+    if not isinstance(runner, known):
+        kind, number = f"{type(runner).__module__}.{type(runner).__name__}", 1 + is_second
+        return f"{kind} is not the V{number} model runner, which {RUNNER_VARIABLE}={number - 1} selects"
+    is_marked = is_second and getattr(runner.vllm_config, "watermark_config", None) is not None
+    return "it draws no watermarked tokens" if is_marked else ""
 
 
 @functools.cache
-def differences() -> Sequence[str]:
+def differences(is_second: bool) -> Sequence[str]:
     """Return where the installed vLLM differs from what the plug-in replaces and reads; () is nowhere."""
     found = []
     try:
-        import_module(".sampler", __package__)
+        import_module(".second_runner" if is_second else ".sampler", __package__)
     except ImportError as error:
         return (str(error),)
-    for name, text in (*PARAMETERS.items(), *NAMES.items()):
-        wanted, is_whole = tuple(text.split()), PARAMETERS.get(name) == text
+    parameters, names_read = (SECOND_PARAMETERS, SECOND_NAMES) if is_second else (PARAMETERS, NAMES)
+    for name, text in (*parameters.items(), *names_read.items()):
+        wanted, is_whole = tuple(text.split()), parameters.get(name) == text
         module, _, path = name.partition(":")
         try:
             value: Any = functools.reduce(getattr, path.split("."), import_module(module))
