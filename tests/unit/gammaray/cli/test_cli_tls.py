@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from gammaray import AsyncClient, Client, InvalidArgumentError, UnavailableError
-from gammaray.client.chat import Chat
+from gammaray import AsyncClient, Client, InvalidArgumentError
 from tests.support.cli_helpers import invoke
 from tests.support.sdk_helpers import PROCESSES, ScriptedService, answer, last, serve_in_thread
 from tests.support.tls_front_helpers import certificate, http_front
@@ -165,10 +164,3 @@ def test_contradicting_arguments_are_refused():
     ):
         with pytest.raises(InvalidArgumentError):
             AsyncClient(**{"address": "localhost:1", **arguments})
-
-
-def test_chat_object_takes_the_same_arguments(pki):
-    with http_front(pki, pki.server) as address:
-        assert "".join(piece.text for piece in Chat(address, ca_file=pki.ca).ask("hi")) == "café"
-        with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
-            list(Chat(f"https://{address}", ca_file=pki.other_ca).ask("hi"))

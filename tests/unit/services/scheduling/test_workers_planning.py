@@ -79,12 +79,6 @@ def test_plan_stays_within_the_budget_and_every_block_gets_its_turn(budget):
     assert sorted(done) == [f"s{index}" for index in range(8)]
 
 
-def test_limits_check_proposal_leaves_room_for_the_token_before_it():
-    Limits(16, 16).check_proposal(15)
-    with pytest.raises(InvalidArgumentError, match="max_batch_tokens"):
-        Limits(16, 16).check_proposal(16)
-
-
 @pytest.fixture
 def table():
     dropped = []

@@ -103,13 +103,6 @@ def test_chat_object_of_a_cut_answer_is_an_error(serve):
     assert (caught.value.text, caught.value.finish_reason) == ('{"name": "Ada', "length")
 
 
-def test_chat_two_forms_at_once_are_refused(serve):
-    conversation = Chat(serve(ScriptedBackend()))
-    with pytest.raises(errors.InvalidArgumentError, match="json_schema with regex"):
-        list(conversation.ask("hi", json_schema=Person, regex="a"))
-    assert conversation.messages == []
-
-
 def test_chat_options_reach_the_request(serve):
     backend = ScriptedBackend()
     options = ("--verification", "naive", "--gamma", "3", "--temperature", "0.5", "--max-tokens", "2")

@@ -67,14 +67,6 @@ def test_residual_gumbel_is_a_row_of_the_independent_noise():
     assert torch.equal(noise.residual_gumbel(9), noise.independent_gumbel(8, 3)[1])
 
 
-def test_accept_uniform_is_a_multiple_of_2_to_the_minus_33():
-    noise = Noise(7, 2, 64)
-    for position in range(200):
-        uniform = noise.accept_uniform(position)
-        assert 0 < uniform < 1
-        assert (uniform * 2**33) % 2 == 1
-
-
 def test_accept_uniform_counter_is_position_and_stream_2():
     word = philox_word((0, 11, 0, 3 << 8 | 2), 7)
     assert Noise(7, 3, 64).accept_uniform(11) == (word + 0.5) / 2**32
