@@ -16,12 +16,9 @@ import pytest
 
 from gammaray.errors import NotFoundError
 from gammaray.types import DrafterKind, GenerationRequest
-from gammaray.v1 import generation_service_pb2 as pb
-from gammaray.wire.convert import chunk_from_proto
 from gammaray.wire.sessions import SessionState
 from orchestrator.access.caller import ANONYMOUS
-from orchestrator.api.grpc_servicer import GenerationServicer
-from tests.support.grpc_helpers import Context
+from tests.support.grpc_helpers import generate
 from tests.support.http_helpers import CHAT, http_client
 from tests.support.workers.service_helpers import complete
 
@@ -146,7 +143,7 @@ async def test_drawn_seed_is_below_2_to_the_53_and_reproduces_the_tokens(api):
         again = (await api.complete(path, seed=found["seed"]))["gammaray"]
         assert again["token_ids"] == found["token_ids"]
     chunks = await complete(api.orchestrator, GenerationRequest(PROMPT, max_tokens=1))
-    chunks += (await generate(api, text=PROMPT, max_tokens=1))[0]
+    chunks += (await generate(api.orchestrator, text=PROMPT, max_tokens=1))[0]
     seeds += [chunk.seed for chunk in chunks]
     assert all(0 <= seed < 2**53 for seed in seeds)
     assert len(set(seeds)) == len(seeds)
@@ -267,7 +264,7 @@ async def test_context_overflow_has_openais_code_and_words(api):
             # What LiteLLM and LangChain look for.
             assert f"This model's maximum context length is {limit} tokens" in error["message"]
             assert "Input tokens exceed the configured limit" in error["message"]
-    _, context = await generate(api, text=long)
+    _, context = await generate(api.orchestrator, text=long)
     assert context.code is grpc.StatusCode.INVALID_ARGUMENT
     assert (context.error.field, context.error.allowed.split()[:3]) == (
         "prompt",
@@ -284,14 +281,8 @@ async def test_session_that_does_not_exist_has_its_own_code(api):
 # gRPC
 
 
-async def generate(api, **fields):
-    context = Context()
-    responses = GenerationServicer(api.orchestrator).generate(pb.GenerateRequest(**fields), context)
-    return [chunk_from_proto(response) async for response in responses], context
-
-
 async def test_grpc_and_http_give_the_same_tokens(api):
-    chunks, _ = await generate(api, text=PROMPT, max_tokens=12, sampling={"seed": 9})
+    chunks, _ = await generate(api.orchestrator, text=PROMPT, max_tokens=12, sampling={"seed": 9})
     assert "".join(chunk.text for chunk in chunks) == await api.text(seed=9)
 
 

@@ -339,15 +339,6 @@ def trees_sent(target):
     return [block for block in target.blocks if block.proposal.parents]
 
 
-async def test_target_that_takes_trees_gets_them():
-    async with scripted("target", takes_trees=True) as target, fleet_of(target) as fleet:
-        session, drafter = make_session(max_tokens=NUM_TOKENS), TreeDrafter(right_first=False)
-        cycles = await finish(session, drafter, clients(fleet, session)[1], 4, 8)
-    assert emitted(session) == continuation(PROMPT, NUM_TOKENS)
-    assert len(cycles) == NUM_TOKENS / 5
-    assert len(trees_sent(target)) == len(cycles)
-
-
 @pytest.mark.parametrize("right_first", [True, False])
 async def test_chain_target_gets_one_path_of_the_first_tree_and_no_later_one(right_first):
     """The session does not know its target before the first cycle."""

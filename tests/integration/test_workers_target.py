@@ -51,19 +51,6 @@ async def test_gamma_0_loop_equals_transformers_greedy(target, reference):
     assert driver.num_needs == 0
 
 
-@pytest.mark.parametrize("num_right", [0, 1, 3, 5])
-async def test_verify_chain_accepts_right_tokens_and_corrects_the_first_wrong_one(
-    target, reference, num_right
-):
-    wrong = [(token + 1) % 97 for token in reference[num_right:5]]
-    proposal = reference[:num_right] + wrong
-    verdict = (await target.ask(verify_block(PROMPT, proposal))).verdict
-    assert list(verdict.accepted_path) == list(range(num_right))
-    assert verdict.next_token_id == reference[num_right]
-    assert verdict.num_tested == min(num_right + 1, 5)
-    assert (verdict.next_origin == types.TOKEN_ORIGIN_BONUS) == (num_right == 5)
-
-
 async def test_verify_tree_walks_to_the_right_leaf(target, reference):
     right, other = reference[:3], [(token + 1) % 97 for token in reference[:3]]
     tree = types.Proposal(

@@ -1,8 +1,11 @@
-"""A call of a gRPC servicer without a server."""
+"""Calls of a gRPC servicer without a server."""
 
 from google.rpc import status_pb2
 
+from gammaray.v1 import generation_service_pb2 as pb
+from gammaray.wire.convert import chunk_from_proto
 from gammaray.wire.rpc_errors import DETAILS_KEY, error_from_status
+from orchestrator.api.grpc_servicer import GenerationServicer
 
 
 class Context:
@@ -32,3 +35,10 @@ class Context:
         ((key, value),) = self.trailers
         assert key == DETAILS_KEY
         return error_from_status(status_pb2.Status.FromString(value))
+
+
+async def generate(backend, **fields):
+    """Return the chunks of a completion, and how its call ended."""
+    context = Context()
+    responses = GenerationServicer(backend).generate(pb.GenerateRequest(**fields), context)
+    return [chunk_from_proto(response) async for response in responses], context

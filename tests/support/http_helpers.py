@@ -24,6 +24,12 @@ GAMMARAY = {
     **{"fallback_cycles": 1, "draft_workers": 1, "speedup_estimate": None},
 }
 CHAT = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/responses": {"input": "x"},
+}
+"""The smallest ones."""
 
 
 def scope_of(path):

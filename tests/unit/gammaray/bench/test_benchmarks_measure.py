@@ -18,10 +18,9 @@ from gammaray.bench.prompts import NUM_PROMPTS, fingerprint, own_prompts
 from gammaray.bench.provenance import provenance
 from gammaray.bench.rows import gap_figures, gaps, row
 from gammaray.bench.svg import bar_chart
-from gammaray.bench.systems import Arrival, Ask, Sample
+from gammaray.bench.systems import Ask, Sample
 from gammaray.errors import InternalError
 from gammaray.types import SpeculationSummary
-from tests.support.theory import expected_tokens
 
 BASES = {"over_generate": "generate", "over_plain": PLAIN}
 
@@ -180,30 +179,17 @@ def test_loads_gives_each_session_two_completions_under_their_own_seeds():
     assert [(ask.prompt, ask.seed) for ask in load] == list(zip("pqpqpq", range(6), strict=True))
 
 
-def cycles(num_cycles: int, alpha: float, gamma: int, seconds: float = 0.02, seed: int = 7) -> list[Arrival]:
-    """Chunks of cycles of equal length whose draft tokens pass independently with probability alpha."""
-    rng = random.Random(seed)
-    made = []
-    for i in range(num_cycles):
-        accepted = 0
-        while accepted < gamma and rng.random() < alpha:
-            accepted += 1
-        made.append(((i + 1) * seconds, accepted + 1))
-    return made
-
-
 def test_gaps_within_a_chunk_are_zero_and_the_first_chunk_counts_as_first_token():
     assert gaps([(0.5, 3), (0.75, 1), (1.0, 3)]) == pytest.approx([0.25, 0.25, 0.0, 0.0])
     assert gaps([(0.5, 3)]) == []
     assert gaps([]) == []
 
 
-def test_gap_figures_of_cycles_have_the_mean_of_their_tokens():
-    figures = gap_figures([cycles(20_000, alpha=0.8, gamma=5)])
-    assert figures is not None
-    assert figures["mean_ms"] == pytest.approx(20.0 / expected_tokens(0.8, 5), rel=0.02)
-    assert figures["p50_ms"] == 0.0
-    assert figures["p99_ms"] == pytest.approx(20.0)
+def test_gap_figures_are_those_of_all_gaps_between_the_two_nearest():
+    figures = gap_figures(
+        [[(0.5, 1), (0.501, 1), (0.503, 1)], [(0.1, 1), (0.103, 1), (0.107, 1), (0.112, 1)]]
+    )
+    assert figures == pytest.approx({"mean_ms": 3.0, "p50_ms": 3.0, "p95_ms": 4.8, "p99_ms": 4.96})
 
 
 READ = tuple(range(60))

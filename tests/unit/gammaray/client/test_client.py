@@ -77,19 +77,6 @@ async def test_generate_cancelled_task_cancels_on_the_server(behaviour):
         assert await happens(service.cancelled)
 
 
-async def test_generate_closed_client_raises_cancelled():
-    service = ScriptedService(endless)
-    async with serve(service) as address:
-        client = AsyncClient(address)
-        chunks = client.generate("Hi")
-        await anext(chunks)
-        await client.close()
-        with pytest.raises(errors.CancelledError):
-            async for _ in chunks:
-                pass
-    assert len(service.requests) == 1
-
-
 @dataclass(frozen=True)
 class ToldRetry(RetryPolicy):
     """Tells when a call waits for its next attempt."""

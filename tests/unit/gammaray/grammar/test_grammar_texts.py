@@ -353,13 +353,8 @@ def test_pydantic_schemas_have_the_texts_of_their_models():
 
 def test_regex_grammar_matches_whole_texts(subtests):
     for pattern, good, bad in [
-        ("a/b", "a/b", "a"),
-        (r"a\/b", "a/b", r"a\/b"),
         (r"\\/", "\\/", "/"),
-        (r"\\", "\\", ""),
-        ("//x", "//x", ""),
         ("[/]+", "//", "x"),
-        ("a\nb", "a\nb", "anb"),
         ("a\\\nb", "a\nb", "a\\nb"),
         (r"a\nb", "a\nb", "anb"),
         ("a\rb\t", "a\rb\t", "ab"),

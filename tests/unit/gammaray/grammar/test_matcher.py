@@ -143,16 +143,6 @@ def test_forced_tokens_have_no_alternative():
     assert state.count_possible([EOS[0]]) == 1
 
 
-def test_possible_part_of_a_draft_ends_with_an_end_of_sequence():
-    state = begin(AB_OR_BA)
-    assert state.count_possible([4, 4, 6, 0, 1]) == 4  # a b a b c, the end; not what follows
-    assert state.count_possible([4, 4, 4]) == 2
-    assert state.count_possible([0]) == 0
-    assert state.count_possible([2, 2]) == 1
-    assert state.count_possible([len(TOKENS) + 1]) == 0
-    assert len(state) == 0
-
-
 def test_every_end_of_sequence_ends_the_text():
     for eos in EOS:
         state = begin(AB_OR_BA)

@@ -9,18 +9,11 @@ import pytest
 from gammaray.errors import DeadlineExceededError, InvalidArgumentError
 from gammaray.v1 import generation_service_pb2 as pb
 from gammaray.v1 import generation_service_pb2_grpc as pb_grpc
-from gammaray.wire.convert import chunk_from_proto
 from orchestrator.api.grpc_handlers import add_generation_service, read
 from orchestrator.api.grpc_servicer import GenerationServicer
 from orchestrator.text.cpu_threads import INLINE_NUMBERS
-from tests.support.grpc_helpers import Context
+from tests.support.grpc_helpers import Context, generate
 from tests.support.surface_helpers import ScriptedBackend
-
-
-async def generate(backend, **fields):
-    context = Context()
-    responses = GenerationServicer(backend).generate(pb.GenerateRequest(**fields), context)
-    return [chunk_from_proto(response) async for response in responses], context
 
 
 async def test_generate_returns_thousands_of_prompt_logprobs():

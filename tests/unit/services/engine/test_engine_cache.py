@@ -54,16 +54,6 @@ def test_feed_past_the_cache_raises_gap_with_length(engine):
     assert engine.length("a") == 5
 
 
-def test_tree_nodes_join_the_chain_only_when_kept(engine):
-    tokens = fill(engine, "a", 4)
-    engine.step([SequenceInput("a", 4, [10, 11, 12, 13], 3, [-1, -1, 1])])
-    assert engine.tokens("a") == [*tokens, 10]
-    with pytest.raises(CacheGapError):
-        engine.step([SequenceInput("a", 6, [1], 1)])
-    engine.keep_path("a", 5, [1, 2])
-    assert engine.tokens("a") == [*tokens, 10, 12, 13]
-
-
 def test_fork_copies_and_is_independent(engine, directory):
     run = CheckedEngine(engine, plain_model(directory))
     tokens = fill(engine, "a", 70)

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.http_helpers import call, http_client
+from tests.support.http_helpers import BODIES, call, http_client
 from tests.support.openapi_helpers import request_schema, resolved, validator
 from tests.support.surface_helpers import ScriptedBackend
 
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "x"},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
-    "/v1/responses": {"input": "x"},
-}
 WRONG = [None, True, -7, "no such value!", [], [None], {"no such key": 1}]
 FREE = ("json_schema", "schema", "parameters", "json")
 """Fields with a JSON schema, whose insides are the client's."""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gammaray.types import MAX_PROMPT_LOGPROBS, DrafterKind, GammaPolicy, SamplingParams, VerificationMethod
-from tests.support.http_helpers import CHAT, GAMMARAY, call, complete, events
+from tests.support.http_helpers import BODIES, CHAT, GAMMARAY, call, complete, events
 from tests.support.openapi_helpers import check_answer, check_events
 from tests.support.surface_helpers import ScriptedBackend
 
@@ -159,11 +159,7 @@ async def test_adapters_are_models_that_a_request_may_name(backend):
         ("sql", "scripted"),
     ]
     assert (await call(backend, "GET", "/v1/models/sql")).json()["parent"] == "scripted"
-    for path, fields in (
-        ("/v1/completions", {"prompt": "x"}),
-        ("/v1/chat/completions", {"messages": CHAT}),
-        ("/v1/responses", {"input": "x"}),
-    ):
+    for path, fields in BODIES.items():
         assert (await complete(backend, path, model="sql", **fields)).json()["model"] == "sql"
         assert backend.requests[-1].model == "sql"
         refused = await complete(backend, path, model="poems", **fields)

@@ -16,15 +16,9 @@ from orchestrator.api.http import stream as stream_module
 from orchestrator.api.http.responses import speculative_decoding
 from orchestrator.api.http.server.app import create_app
 from orchestrator.api.http.stream import EVENT_BYTES
-from tests.support.http_helpers import CHAT, GAMMARAY, complete, events, events_with_ids, scope_of
+from tests.support.http_helpers import BODIES, CHAT, GAMMARAY, complete, events, events_with_ids, scope_of
 from tests.support.response_helpers import client
 from tests.support.surface_helpers import PIECES, ScriptedBackend
-
-BODIES = {
-    "/v1/completions": {"prompt": "x"},
-    "/v1/chat/completions": {"messages": CHAT},
-    "/v1/responses": {"input": "x"},
-}
 
 
 async def test_stream_holds_partial_characters_and_ends_with_gammaray_and_done():

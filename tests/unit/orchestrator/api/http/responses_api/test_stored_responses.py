@@ -114,21 +114,6 @@ class Lookup(BaseModel):
 FACT = [b'{"name": "a', b'b", "si', b'ze": 3}']
 
 
-async def test_create_retrieve_continue_and_delete():
-    async with client(ScriptedBackend()) as api:
-        first = await api.responses.create(model="scripted", input="a", instructions="be")
-        assert first.output_text == "café"
-        assert first.usage is not None
-        assert first.usage.total_tokens == 8
-        second = await api.responses.create(model="scripted", input="b", previous_response_id=first.id)
-        items = [item async for item in api.responses.input_items.list(second.id, limit=1, order="asc")]
-        assert [item.role for item in items] == ["user", "assistant", "user"]
-        assert await api.responses.retrieve(second.id) == second
-        await api.responses.delete(second.id)
-        with pytest.raises(openai.NotFoundError):
-            await api.responses.retrieve(second.id)
-
-
 async def test_parse_gives_the_model_whole_and_streamed():
     backend = ScriptedBackend(pieces=FACT)
     async with client(backend) as api:
