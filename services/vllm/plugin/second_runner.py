@@ -110,10 +110,12 @@ def sample_draft(
     The target's token is the argmax of its own scores with the same noise, so that a drafter that knows the
     distribution finds it more often than by its most likely token.
     """
+    drafted: Tensor
     if self.use_local_argmax_reduction:
-        return self.get_draft_top_tokens(hidden_states, spec_step_idx)
+        drafted = self.get_draft_top_tokens(hidden_states, spec_step_idx)
+        return drafted
     logits = self.compute_draft_logits(hidden_states, spec_step_idx)
-    drafted: Tensor = gumbel_sample(
+    drafted = gumbel_sample(
         logits,
         idx_mapping,
         temperature,
