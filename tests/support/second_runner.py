@@ -2,8 +2,8 @@
 
     python -m tests.support.second_runner TARGET_DIR {"METHOD": "DRAFTER_DIR", ...}
 
-It prints a line of JSON for plain decoding and for each method: its tokens, what was accepted and drafted,
-and what the plug-in logs.
+It prints a line of JSON for plain decoding and for each method: what `complete` of the tests of the plug-in
+returns, what was accepted and drafted, and what the plug-in logs.
 """
 
 import json
@@ -39,12 +39,13 @@ def main():
         options = {"hf_overrides": complete_config} if method == "eagle3" else {}
         with plugin.served(target, drafting, max_num_seqs=BATCH, **options) as llm:
             engine = llm.llm_engine.engine_core.engine_core
-            runner = type(engine.model_executor.driver_worker.worker.model_runner)
-            tokens, _, _ = plugin.complete(llm)
+            runner = type(engine.model_executor.driver_worker.worker.model_runner).__module__
+            tokens, ranks, logprobs = plugin.complete(llm)
             counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
         numbers = [counted.get(f"vllm:spec_decode_num_{name}_tokens") for name in ("accepted", "draft")]
-        found = {"method": method, "tokens": tokens, "counted": numbers, "runner": runner.__module__}
-        print(json.dumps({**found, "log": records[-1]}), flush=True)
+        found = {"method": method, "tokens": tokens, "ranks": ranks, "logprobs": logprobs}
+        found |= {"counted": numbers, "runner": runner, "log": records[-1]}
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

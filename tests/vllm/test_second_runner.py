@@ -46,6 +46,8 @@ def test_completions_of_the_second_runner_with_speculation_equal_the_plain_ones(
         assert found["runner"] == "vllm.v1.worker.cpu.model_runner"
         assert "is ACTIVE" in found["log"]
         assert found["tokens"] == plain["tokens"]
+        assert found["ranks"] == plain["ranks"] != []
+        assert found["logprobs"] == pytest.approx(plain["logprobs"], abs=1e-4)
     for other in others:
         accepted, drafted = other["counted"]
         assert 0 < accepted < drafted
