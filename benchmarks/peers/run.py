@@ -236,8 +236,11 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
     ordinary = settings.draft
     if ordinary and (Path(resolve_model(ordinary, "draft")) / "gammaray.json").exists():
         ordinary = None
-    baselines = await stack.enter_async_context(running_baselines(settings.target, ordinary, threads))
     names = [REFERENCE, f"lookup-{_LOOKUP}", *(f"assisted-{n}" for n in _ASSISTED if ordinary)]
+    peers: list[System] = []
+    if wanted := [name for name in names if name not in settings.without]:  # it holds the models once more
+        baselines = await stack.enter_async_context(running_baselines(settings.target, ordinary, threads))
+        peers = [Peer(name, baselines) for name in wanted]
     cluster = connected(settings.target, settings.draft, settings.head, settings.weights)
     client = await stack.enter_async_context(cluster)
     llama: list[System] = []
@@ -249,7 +252,7 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
                 server = running_llama(settings.llama_server, settings.gguf, options, **sizes)
                 url = await stack.enter_async_context(server)
                 llama.append(await stack.enter_async_context(connected_llama(name, url)))
-    return _Started(client, [Peer(name, baselines) for name in names], llama)
+    return _Started(client, peers, llama)
 
 
 async def _measure(
