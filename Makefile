@@ -90,7 +90,7 @@ $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt $(VL
 	touch $@
 
 # Triton without a GPU is for tests alone: elsewhere vLLM's CPU build has none.
-$(VLLM_ENV)/triton: $(VLLM_ENV)/.installed
+$(VLLM_ENV)/triton: | $(VLLM_ENV)/.installed
 	$(VLLM_BIN)/pip install -q --disable-pip-version-check --no-compile --no-deps --target $@ triton==3.9.0
 
 test-vllm: $(VLLM_ENV)/.installed $(VLLM_ENV)/triton  ## vLLM behind target workers, on CPUs

@@ -126,10 +126,9 @@ def _with_all_parameters(validate: Callable[[Any, Any], None]) -> Callable[[Any,
 
     @functools.wraps(validate)
     def checked(self: Any, speculative_config: Any) -> None:
-        is_second = selects_second()
-        is_budgeted = getattr(self, "thinking_token_budget", None) is not None and not is_second
+        is_budgeted = getattr(self, "thinking_token_budget", None) is not None
         is_given = self.min_p or self.logit_bias or is_budgeted
-        if speculative_config is None or not is_given or differences(is_second):
+        if speculative_config is None or not is_given or differences(selects_second()):
             return validate(self, speculative_config)
         if is_budgeted:
             raise VLLMValidationError(

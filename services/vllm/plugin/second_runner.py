@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 def install(runner: Any) -> list[str]:
     """Replace what verifies and drafts in the process of a V2 model runner; return the names.
 
-    It has to precede the loading of the model.
+    It has to precede the loading of the model: CUDA graphs record how drafts are drawn.
     """
     RejectionSampler._verify = verify
     taken = ["RejectionSampler._verify"]
