@@ -29,6 +29,7 @@ from services.engine.core.errors import UnsupportedModelError
 from services.engine.core.model import eos_token_ids
 from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
+from services.engine.sampling.draws import best_tokens
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
@@ -36,7 +37,6 @@ from services.engines.choice import choose
 from services.process.fingerprints import vocab_sha256, weights_sha256
 from services.scheduling.grammars import Grammars
 from services.scheduling.tasks import SessionSpec
-from services.verification.rules import best_tokens
 from services.verification.verdicts import judge
 from services.vocabulary.translation import load_vocabulary
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gammaray.types import SparseDistribution, VerificationMethod
 from services.engine.native.library import top_k_tokens
+from services.engine.sampling.draws import best_tokens, draw
 from services.engine.sampling.noise import Noise
 
 ENTROPY_FACTOR = 0.05
@@ -153,7 +154,7 @@ def predictions(
         token_ids: The tokens of the columns, int64, ascending; None: all tokens.
     """
     if noise is None:
-        rows = _GumbelBatch(log_probs, draw_temperature(0.0), token_ids)
+        rows = _GumbelBatch(log_probs, best_tokens(log_probs), draw_temperature(0.0), token_ids)
     elif method.uses_draft_distributions:
         probs = log_probs.double().exp()
         return [
@@ -166,38 +167,37 @@ def predictions(
             for row, position in zip(log_probs, positions, strict=True)
         ]
     else:
-        gumbel = _gumbel(noise, positions)
-        if token_ids is not None and gumbel.shape[-1] > len(token_ids):
-            gumbel = gumbel[:, token_ids]
-        rows = _GumbelBatch(log_probs + gumbel, draw_temperature(temperature), token_ids)
+        temperature = draw_temperature(temperature)
+        if token_ids is None:
+            winners, scores = draw(log_probs, noise, positions)
+        else:
+            gumbel = noise.at(positions)
+            scores = log_probs + (gumbel[:, token_ids] if gumbel.shape[-1] > len(token_ids) else gumbel)
+            winners = best_tokens(scores)
+        rows = _GumbelBatch(scores, winners, temperature, token_ids)
     return [_CoupledPrediction(rows, index) for index in range(len(positions))]
 
 
-def _gumbel(noise: Noise, positions: Sequence[int]) -> Tensor:
-    """The shared noise of some positions, [positions, vocab_size]."""
-    first, last = min(positions), max(positions)
-    rows = noise.gumbel(first, last - first + 1)
-    if len(positions) == len(rows) and list(positions) == list(range(first, last + 1)):
-        return rows
-    return rows[[position - first for position in positions]]
-
-
 class _GumbelBatch:
-    """Scores of several nodes; guesses other than the winners are computed on demand."""
+    """The draws after several nodes; other guesses than these are computed on demand."""
 
-    __slots__ = ("_guesses", "_scores", "_temperature", "_token_ids", "winners")
+    __slots__ = ("_columns", "_guesses", "_scores", "_temperature", "_token_ids", "winners")
 
-    def __init__(self, scores: Tensor, temperature: float, token_ids: Tensor | None) -> None:
+    def __init__(
+        self, scores: Tensor, columns: list[int | None], temperature: float, token_ids: Tensor | None
+    ) -> None:
         self._scores, self._temperature, self._token_ids = scores, temperature, token_ids
         self._guesses: dict[int, list[Guess]] = {}
-        # NOTE: numpy's argmax takes a sixth of torch's time.
-        winners = scores.numpy().argmax(axis=-1) if scores.is_cpu else scores.argmax(dim=-1)
-        self.winners: list[int] = _tokens(winners.tolist(), token_ids)
+        # Logits that are no numbers propose any token, which verification refuses.
+        self._columns = [column or 0 for column in columns]
+        self.winners = _tokens(self._columns, token_ids)
 
     def guesses(self, index: int) -> list[Guess]:
         guesses = self._guesses.get(index)
         if guesses is None:
             best = top_k_tokens(self._scores[index], NUM_GUESSES, self._temperature)
+            # The scores are less exact than the draw: of two nearly equal ones the drawn one is first.
+            best.sort(key=lambda guess: guess[0] != self._columns[index])
             tokens = _tokens([column for column, _ in best], self._token_ids)
             guesses = [(token, share) for token, (_, share) in zip(tokens, best, strict=True)]
             self._guesses[index] = guesses

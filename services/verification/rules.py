@@ -36,7 +36,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +43,7 @@ from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.core.batch import is_chain
+from services.engine.sampling.draws import best_tokens, draw
 from services.engine.sampling.edits import row_paths
 from services.engine.sampling.noise import Noise
 
@@ -59,8 +59,8 @@ def verify(
     """Verify a proposal.
 
     Args:
-        log_probs: [len(proposal) + 1, vocab_size] from `processed_log_probs`; at temperature 0
-            `edited_logits` are sufficient.
+        log_probs: [len(proposal) + 1, vocab_size] from `processed_log_probs`, which coupled verification does
+            not need normalised; at temperature 0 `edited_logits` are sufficient.
         proposal: Validated by `gammaray.wire.blocks.proposal_from_proto`, but otherwise not trusted.
         noise: The session's noise; may be None at temperature 0.
         base_position: Number of committed tokens.
@@ -78,10 +78,10 @@ def verify(
         return _verify_rejection(log_probs, proposal, noise, base_position)
     if method is VerificationMethod.BLOCK:
         return _verify_block(log_probs, proposal, noise, base_position)
-    draw = noise.gumbel if method is VerificationMethod.COUPLED else noise.independent_gumbel
-    rows = draw(base_position, proposal.depth + 1)
-    if proposal.parents is not None:
-        rows = rows[torch.tensor(row_depths(proposal), device=rows.device)]
+    if method is VerificationMethod.COUPLED:
+        positions = [base_position + depth for depth in row_depths(proposal)]
+        return walk(draw(log_probs, noise, positions)[0], proposal)
+    rows = noise.independent_gumbel(base_position, len(proposal) + 1)
     return walk(best_tokens(log_probs + rows), proposal)
 
 
@@ -229,19 +229,6 @@ def _draw(weights: Tensor, noise: Noise, position: int) -> int:
     return _checked(best_tokens(scores[None])[0])
 
 
-def best_tokens(scores: Tensor) -> list[int | None]:
-    """Return the argmax of each row, lowest id on ties, and None for rows that hold no finite number."""
-    if scores.device.type == "cpu":
-        # NOTE: numpy's argmax takes a sixth of torch's time; it returns the first maximum, or the first NaN.
-        rows = scores.numpy()
-        winners = rows.argmax(axis=-1)
-        pairs = zip(rows[np.arange(len(rows)), winners].tolist(), winners.tolist(), strict=True)
-    else:
-        best, token_ids = scores.max(dim=-1)
-        pairs = zip(best.tolist(), token_ids.tolist(), strict=True)
-    return [token_id if math.isfinite(score) else None for score, token_id in pairs]
-
-
 def _finite(prob: float) -> float:
     if not math.isfinite(prob):
         raise InternalError("the target model's logits are not finite numbers")
@@ -268,6 +255,8 @@ def children_of(proposal: Proposal, row: int) -> list[int]:
     return [node for node, parent in enumerate(proposal.parents) if parent == row - 1]
 
 
-def row_depths(proposal: Proposal) -> list[int]:
+def row_depths(proposal: Proposal) -> Sequence[int]:
     """Return the number of proposed tokens before each row's own token, [len(proposal) + 1]."""
+    if proposal.parents is None:
+        return range(len(proposal) + 1)
     return [len(path) for path in row_paths(proposal)]

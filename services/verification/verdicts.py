@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gammaray.blocks import TokenLogprobs, Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
-from gammaray.types import Proposal
+from gammaray.types import Proposal, VerificationMethod
 from services.engine.sampling.edits import LogitEdits, row_paths
 from services.engine.sampling.logits import edited_logits, processed_log_probs
 from services.engine.sampling.noise import Noise
@@ -41,7 +41,8 @@ def judge(
     paths = [] if edits is None else row_paths(proposal)
     # At temperature 0 only the order of the logits counts.
     if params.temperature > 0:
-        log_probs = processed_log_probs(logits, params, edits, paths)
+        is_normalised = spec.method is not VerificationMethod.COUPLED
+        log_probs = processed_log_probs(logits, params, edits, paths, is_normalised=is_normalised)
     else:
         log_probs = edited_logits(logits, edits, paths)
     try:

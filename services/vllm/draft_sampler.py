@@ -14,11 +14,11 @@ from torch import Tensor
 
 from gammaray.errors import GammarayError, InternalError
 from gammaray.types import SamplingParams
+from services.engine.sampling.draws import best_tokens
 from services.engine.sampling.logits import filter_key, processed_log_probs
 from services.scheduling.tasks import SessionSpec
 from services.speculation.predictions import predictions
 from services.speculation.predictor import draft_params, edited_log_probs
-from services.verification.rules import best_tokens
 from services.vllm.messages import DraftBlock, Drafted
 from services.vllm.noise import NoiseRows
 from services.vllm.sampler import UNUSED_TOKEN, RequestState, StepSampler

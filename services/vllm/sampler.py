@@ -16,10 +16,11 @@ from torch import Tensor
 from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
+from services.engine.sampling.draws import best_tokens
 from services.engine.sampling.edits import LogitEdits
 from services.engine.sampling.logits import filter_key, processed_log_probs
 from services.scheduling.tasks import SessionSpec
-from services.verification.rules import best_tokens, walk
+from services.verification.rules import walk
 from services.verification.verdicts import judge, token_logprobs
 from services.vllm.messages import (
     IS_KEPT,

@@ -75,6 +75,7 @@ _FUNCTIONS = {
     "gr_map": (None, POINTER(MatrixWeights), c_int32, c_void_p, c_void_p, c_void_p, c_int32),
     "gr_map_scratch_size": (c_int64, POINTER(MatrixWeights), c_int32),
     "gr_chain": (c_int32, _MODEL, _BATCH, *_CHAIN),
+    "gr_draw": (None, c_uint64, c_uint32, c_uint32, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
     "gr_philox": (None, c_uint64, c_void_p, c_int64, c_int64, c_int64, c_uint32, c_uint32, c_void_p),
 }
 """Types of the results, then of the arguments."""

