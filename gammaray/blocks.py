@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from gammaray.types import DrafterKind, PromptLogprobs, Proposal, TokenOrigin
 
-PROTOCOL, OLDEST_PROTOCOL = 1, 0
+PROTOCOL, OLDEST_PROTOCOL = 2, 0
 """Newest and oldest version of the workers' protocol that this version speaks. A change that the other side
 of an upgrade would misunderstand gets a new number; the oldest one follows when its support ends."""
 

@@ -68,6 +68,7 @@ class VerifyBlock(_message.Message):
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
     NUM_AHEAD_FIELD_NUMBER: _builtins.int
+    IS_CONDITIONAL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the orchestrator, unique per stream; echoed in the result."""
     session_id: _builtins.str
@@ -89,6 +90,10 @@ class VerifyBlock(_message.Message):
     """After the verdict, decode up to so many further tokens plainly and send them as AheadTokens, without waiting for
     the next block. Ends at an end token and with the next block of the session. A worker may send fewer, at most 128.
     Default 0.
+    """
+    is_conditional: _builtins.bool
+    """Sent before the verdict of the session's block before it, for one that is likely: `context` has the tokens that this
+    verdict would emit. If it emits others, the result is a NeedTokens of the context's start. Default false.
     """
     @_builtins.property
     def context(self) -> _types_pb2.TokenSpan:
@@ -128,10 +133,11 @@ class VerifyBlock(_message.Message):
         num_prompt_logprobs: _builtins.int | None = ...,
         head: Global___HeadDraft | None = ...,
         num_ahead: _builtins.int = ...,
+        is_conditional: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "context", b"context", "head", b"head", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "head", b"head", "num_ahead", b"num_ahead", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_num_top_logprobs", b"_num_top_logprobs", "_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "head", b"head", "is_conditional", b"is_conditional", "num_ahead", b"num_ahead", "num_prompt_logprobs", b"num_prompt_logprobs", "num_top_logprobs", b"num_top_logprobs", "proposal", b"proposal", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
     _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015

@@ -112,7 +112,8 @@ async def _verify(session: Session, verifier: Verifier, draft: Draft) -> tuple[P
         drafted = replace(verdict.drafted or EMPTY, drafter=DrafterKind.HEAD)
         return within(drafted, draft.shape), verdict
     try:
-        return draft, await verifier.verify(session, draft)
+        verdict = await verifier.verify(session, draft)
+        return verdict.drafted or draft, verdict
     except InvalidArgumentError as error:
         if not draft:
             raise

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gammaray.errors import DeadlineExceededError
-from gammaray.types import FinishReason, PromptLogprobs, SamplingParams, VerificationMethod
+from gammaray.types import FinishReason, PromptLogprobs, Proposal, SamplingParams, VerificationMethod
 from orchestrator.cycle.types import Call
 
 
@@ -48,6 +48,8 @@ class Session:
     deadline: float = field(init=False, default=math.inf)  # the caller's, as `time.monotonic()`
     # Returns the record of this cycle's calls to a worker, by role and address; None: no records.
     calls: Callable[[str, str], Call] | None = field(init=False, default=None)
+    # Takes a proposal that was prepared for an outcome of this cycle's verification; None: not wanted.
+    on_prepared: Callable[[Sequence[int], Proposal], None] | None = field(init=False, default=None)
     num_cached: int = field(init=False, default=0)  # tokens of the prompt that the target worker had cached
     # Set between the first verdict and the first chunk.
     prompt_logprobs: PromptLogprobs | None = field(init=False, default=None)

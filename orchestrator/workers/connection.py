@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic
 
 import grpc
@@ -123,6 +124,21 @@ class WorkerConnection(Generic[BlockT, ResultT]):
         self._blocks.append(block)
         self._has_output.set()
         return await self._answer(block.request_id, asyncio.get_running_loop().create_future(), timeout_s)
+
+    def post(self, block: BlockT) -> asyncio.Future[ResultT]:
+        """Send a block and return its answer, for which `wait` waits; sets its `request_id`."""
+        block.request_id = next(self._ids)
+        answer: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(partial(self._end, block.request_id))
+        self.pending[block.request_id] = answer
+        self._blocks.append(block)
+        self._has_output.set()
+        return answer
+
+    def _end(self, request_id: int, answer: asyncio.Future[ResultT]) -> None:
+        self.pending.pop(request_id, None)
+        if not answer.cancelled():
+            answer.exception()  # one that nobody waits for is not logged
 
     async def wait(self, message: asyncio.Future[ResultT], timeout_s: float) -> None:
         """Wait for what the worker sends without another call; fails as `call` does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -66,6 +67,8 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         self._prepared = ProposalCache(vocab_size)
         self._pauses: dict[str, Backoff] = {}
         self._prefill: asyncio.Task[object] | None = None
+        self._session: Session | None = None  # whose proposal is verified
+        self._proposed: tuple[int, ...] = ()
 
     def prepare(self, session: Session) -> Readiness:
         """Choose a worker, start a prefill if it lacks many tokens, and return whether it can propose."""
@@ -91,7 +94,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             raise UnavailableError("no draft worker can be used now")
         link = self._link
         if (prepared := self._take_prepared(session, link, shape)) is not None:
-            return prepared
+            return self._noted(session, prepared)
         asked = self._expect(session, link, shape)
         if asked.depth <= 0:
             return Proposal()
@@ -110,7 +113,23 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         self._pauses.pop(link.address, None)
         link.backoff.succeeded()
         self._num_known = self._base_position
-        return replace(proposal, worker=link.address)
+        return self._noted(session, replace(proposal, worker=link.address))
+
+    def _noted(self, session: Session, proposal: Proposal) -> Proposal:
+        """Return a proposal that is verified next, after passing on those that may follow it."""
+        self._session, self._proposed = session, proposal.token_ids
+        for outcome in list(self._prepared.by_outcome):
+            self._pass_on(outcome)
+        return proposal
+
+    def _pass_on(self, outcome: tuple[int, ...]) -> None:
+        """Let the verifier send the proposal prepared for an outcome of the verification in progress."""
+        session = self._session
+        if session is None or session.on_prepared is None or not is_outcome(outcome, self._proposed):
+            return
+        proposal = self._prepared.peek(session.token_ids, outcome)
+        if proposal is not None:
+            session.on_prepared(outcome, proposal)
 
     def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
         """Return the lookahead proposal for this cycle and notify the worker; a faulty worker is left."""
@@ -139,8 +158,8 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             self._prepared.expect_nothing()
 
     def _listen(self, message: draft_pb.AheadProposal | None) -> None:
-        if message is not None:
-            self._prepared.put(message)
+        if message is not None and (outcome := self._prepared.put(message)):
+            self._pass_on(outcome)
 
     def release(self, session: Session) -> None:
         if self._prefill is not None:
@@ -182,6 +201,13 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             link.timeout.observe(lost_s)
         else:
             self._pauses.setdefault(link.address, Backoff()).failed(lost_s)
+
+
+def is_outcome(token_ids: Sequence[int], proposed: Sequence[int]) -> bool:
+    """Whether one verification of a chain may emit these tokens: a part of it, then one more."""
+    *accepted, last = token_ids
+    num = len(accepted)
+    return accepted == list(proposed[:num]) and (num == len(proposed) or last != proposed[num])
 
 
 def _block(shape: Shape) -> draft_pb.ProposeBlock:

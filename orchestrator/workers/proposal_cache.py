@@ -66,11 +66,14 @@ class ProposalCache:
         self._offence = None
         self.by_outcome.clear()
 
-    def put(self, message: draft_pb.AheadProposal) -> None:
-        """Cache a proposal of the current cycle; after an invalid one `take` fails: the session leaves."""
+    def put(self, message: draft_pb.AheadProposal) -> tuple[int, ...]:
+        """Cache a proposal and return the outcome, from the current cycle on; () if it is not kept.
+
+        After an invalid one `take` fails: the session leaves the worker.
+        """
         is_known = self._known_from <= message.base_position <= self._base_position
         if message.epoch != self._epoch or not is_known:
-            return
+            return ()
         self._num_seen += 1
         if self._offence is None:
             self._offence = self._judge(message)
@@ -81,12 +84,14 @@ class ProposalCache:
         size = message.proposal.ByteSize()
         is_room = len(self.by_outcome) < MAX_KEPT and self.num_bytes + size <= MAX_KEPT_BYTES
         if self._offence is not None or not is_room:
-            return
+            return ()
         emitted = self._emitted[message.base_position - self._known_from :]
         outcome = _rest(message.token_ids, emitted)
-        if outcome and outcome not in self.by_outcome:
-            self.by_outcome[outcome] = message.proposal.SerializeToString()
-            self.num_bytes += size
+        if not outcome or outcome in self.by_outcome:
+            return ()
+        self.by_outcome[outcome] = message.proposal.SerializeToString()
+        self.num_bytes += size
+        return outcome
 
     def _judge(self, message: draft_pb.AheadProposal) -> GammarayError | None:
         """Return the error if there are too many proposals, or a size of this one is out of range."""
@@ -100,6 +105,15 @@ class ProposalCache:
             num_nodes = len(message.proposal.token_ids)
             return InvalidArgumentError("ahead.proposal", f"{num_nodes} nodes", f"at most {MAX_NODES}")
         return None
+
+    def peek(self, token_ids: Sequence[int], outcome: tuple[int, ...]) -> Proposal | None:
+        """Return the proposal after an outcome of the cycle after these tokens; None without a valid one."""
+        if len(token_ids) != self._base_position or outcome not in self.by_outcome:
+            return None
+        try:
+            return proposal_from_proto(pb.Proposal.FromString(self.by_outcome[outcome]), self._vocab_size)
+        except GammarayError:
+            return None  # `take` raises it
 
     def take(self, token_ids: Sequence[int], shape: Shape) -> Proposal | None:
         """Return the proposal for an outcome, None if there is none within `shape`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from gammaray.errors import (
 )
 from gammaray.grammar.matcher import grammar_identity
 from gammaray.security.tenants import name_of
-from gammaray.types import PromptLogprobs
+from gammaray.types import PromptLogprobs, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import prompt_logprobs_from_proto, proposal_to_proto, verdict_from_proto
@@ -35,6 +35,7 @@ from orchestrator.cycle.types import EMPTY, PLAIN, Draft, DraftHere
 from orchestrator.text.cpu_threads import INLINE_NUMBERS, in_thread
 from orchestrator.workers.ahead_tokens import CROWD, NOTHING, AheadCache
 from orchestrator.workers.connection import WorkerConnection
+from orchestrator.workers.early_blocks import LEAST_PROTOCOL, EarlyBlocks
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.session_client import WorkerSession, failure_of
 
@@ -176,7 +177,7 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     def __init__(self, pool: TargetPool, spec: pb.SessionSpec, *, timeout_s: float, wait_s: float) -> None:
         super().__init__(pool, spec)
         self._timeout_s, self._wait_s = timeout_s, wait_s
-        self._ahead = AheadCache()
+        self._ahead, self._early = AheadCache(), EarlyBlocks()
         self._identity = ""
         self._grammars = grammar_identity() if spec.sampling.grammar else ""
 
@@ -213,9 +214,15 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 is_plain = not isinstance(sent, DraftHere) and not sent
                 if is_plain and (verdict := await self._decoded_ahead(session, link)) is not None:
                     return verdict
-                timeout_s = self._timeout_s + (session.num_committed - self._num_known) * PREFILL_TOKEN_S
-                block = partial(self._block, session, link, sent)
-                result = await self._ask(session, link, timeout_s, block)
+                early = None
+                if path is None and not isinstance(sent, DraftHere):
+                    early = await self._answered_early(session, link, sent)
+                if early is not None:
+                    result, sent = early
+                else:
+                    timeout_s = self._timeout_s + (session.num_committed - self._num_known) * PREFILL_TOKEN_S
+                    block = partial(self._block, session, link, sent)
+                    result = await self._ask(session, link, timeout_s, block)
             except (UnavailableError, DeadlineExceededError) as error:
                 session.left_s(0)  # raises past the caller's deadline: failover would not help
                 self._leave(session, link, error, time.monotonic() - start)
@@ -232,6 +239,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             # The worker's cache holds the accepted tokens; the token it sampled last was not fed yet.
             self._num_known = self._base_position + len(result.verdict.accepted_path)
             verdict = _verdict(session, link, result, sent, path)
+            if early is not None:
+                verdict = replace(verdict, drafted=early[1])
             session.model_identity = self._identity
             if session.lacks_prompt_logprobs:
                 prompt = result.verdict.prompt_logprobs
@@ -249,7 +258,42 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
         self._ahead.expect(block if block.num_ahead else NOTHING, session.num_committed + 1)
         if block.num_ahead:  # another owner in this process may have taken its place
             self._start_listening(session, link)
+        self._early.begin(session)
+        asyncio.get_running_loop().call_soon(self._send_early, session)  # after this block
         return block
+
+    def _send_early(self, session: Session) -> None:
+        """Send the next cycle's blocks for the outcomes whose proposals are here."""
+        if (link := self._link) is not None and link.is_up:
+            for outcome, proposal in self._early.wanted(session):
+                block = _block(session, proposal, num_ahead=0)
+                block.timeout_ms = round(self._timeout_s * 1e3)
+                self._early.send(session, link, outcome, proposal, block)
+
+    def _take_prepared(self, session: Session, outcome: Sequence[int], proposal: Proposal) -> None:
+        self._early.offer(session, outcome, proposal)
+        self._send_early(session)
+
+    async def _answered_early(
+        self, session: Session, link: TargetLink, proposal: Proposal
+    ) -> tuple[target_pb.VerifyResult, Proposal] | None:
+        """Return the answer to this cycle's block, and its proposal, if it was sent early and is served."""
+        early = self._early.take(session, proposal)
+        if early is None:
+            return None
+        self._early.begin(session)
+        self._send_early(session)
+        call = None if session.calls is None else session.calls(link.role, link.address)
+        if call is not None:
+            call.sent(early.block)
+        await link.wait(early.answer, session.left_s(self._timeout_s))
+        result = early.answer.result()
+        if call is not None:
+            call.answered(result)
+        if result.WhichOneof("outcome") != "verdict":
+            return None
+        self._base_position = session.num_committed
+        return result, replace(proposal, token_ids=early.proposal.token_ids)
 
     async def _decoded_ahead(self, session: Session, link: TargetLink) -> Verdict | None:
         """Return what the worker has decoded ahead, after waiting for it if it is on its way."""
@@ -276,6 +320,9 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
     def _attach(self, session: Session, link: TargetLink) -> None:
         if link is not self._link:
             self._ahead.expect(NOTHING, 0)
+            self._early = EarlyBlocks()
+            takes_early = info_of(link).protocol >= LEAST_PROTOCOL
+            session.on_prepared = partial(self._take_prepared, session) if takes_early else None
         super()._attach(session, link)
 
     async def _choose(self, session: Session, timeout_s: float) -> TargetLink:

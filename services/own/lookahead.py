@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ctypes import c_int32
 
+from torch import Tensor
+
 from services.engine.core.batch import SequenceInput
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
 from services.scheduling.metrics import AheadStats
 from services.scheduling.tasks import Prepared, ProposeTask
-from services.speculation.outcomes import AHEAD_ROWS, MAX_AHEAD_ROWS, MAX_LEVELS, OutcomeSet
+from services.speculation.outcomes import AHEAD_ROWS, MAX_LEVELS, SESSION_ROWS, OutcomeSet
 from services.speculation.proposals import RUN
 from services.speculation.session import Speculation
 from services.speculation.tree import Node
@@ -25,9 +27,10 @@ from services.speculation.tree import Node
 MIN_SENT = 0.25
 """Least total probability of proposals to send together: a message costs as much as a forward."""
 
+MANY_ROWS = 64, 16
 MAX_SLOWDOWN = 1.5
-"""Duration of a forward of MAX_AHEAD_ROWS tokens over one of a single token, where rows cost next to nothing:
-on a GPU, which reads its weights once for all of them."""
+"""Tokens in a forward, and its duration over one of a single token, where rows cost next to nothing: on a
+GPU, which reads its weights once for all of them."""
 
 CROWD = 2
 """Sessions per row of a forward beyond which nothing is prepared: it would hardly ever be whole in time."""
@@ -67,11 +70,12 @@ def can_use_idle_priority() -> bool:
 
 def measure_rows(engine: Engine) -> int:
     """Return the number of tokens in a forward of draft-ahead that suits a model on its device."""
-    try:
-        one, many = (min(_time_forwards(engine, size)) for size in (1, MAX_AHEAD_ROWS))
-    except CacheFullError:
-        return AHEAD_ROWS
-    return MAX_AHEAD_ROWS if many <= MAX_SLOWDOWN * one else AHEAD_ROWS
+    with suppress(CacheFullError):
+        longest = MAX_SLOWDOWN * min(_time_forwards(engine, 1))
+        for size in MANY_ROWS:
+            if min(_time_forwards(engine, size)) <= longest:
+                return size
+    return AHEAD_ROWS
 
 
 def _time_forwards(engine: Engine, size: int) -> Iterator[float]:
@@ -134,7 +138,7 @@ class Lookahead:
     def step(self) -> list[Prepared]:
         """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""
         pending = list(self._pending.values())
-        chosen, run_length = self._choose()
+        chosen, run_length = self._choose(self._max_rows)
         if not chosen:
             return self._whole(pending, 0.0)
         self._thread_id = threading.get_native_id() if self._is_idle else None
@@ -152,6 +156,26 @@ class Lookahead:
             self._thread_id = None
         return self._whole(pending, MIN_SENT)
 
+    def join(self, feeds: list[SequenceInput]) -> tuple[list[Tensor], list[Prepared]]:
+        """Run a forward for blocks, with nodes of other sessions in it where rows cost next to nothing.
+
+        Returns:
+            The logits of `feeds`, and the proposals that this completes.
+        """
+        engine, num_left = self._engine, self._max_rows - sum(len(feed.token_ids) for feed in feeds)
+        if self._max_rows <= AHEAD_ROWS or num_left <= 0 or not self.has_work:
+            return engine.step(feeds), []
+        pending = list(self._pending.values())
+        chosen, _ = self._choose(num_left)
+        more = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
+        try:
+            results = engine.step([*feeds, *more])
+        except CacheFullError:
+            self._pending.clear()
+            return engine.step(feeds), []
+        self._open(chosen, results[len(feeds) :])
+        return results[: len(feeds)], self._whole(pending, MIN_SENT)
+
     def _whole(self, pending: list[tuple[Speculation, ProposeTask]], least: float) -> list[Prepared]:
         """Complete proposals not yet returned, if a session's are at least `least` likely together."""
         return [
@@ -161,7 +185,7 @@ class Lookahead:
             for reading in speculation.ahead.take_whole(least)
         ]
 
-    def _choose(self) -> tuple[dict[Speculation, list[Node]], int]:
+    def _choose(self, max_rows: int) -> tuple[dict[Speculation, list[Node]], int]:
         """Return the nodes to feed, and how many forwards to run in one call along one node's chain."""
         candidates: list[tuple[float, Speculation, Node, int]] = []
         for session_id, (speculation, _) in list(self._pending.items()):
@@ -178,10 +202,10 @@ class Lookahead:
         chosen: dict[Speculation, list[Node]] = {}
         num_rows = 0
         for _, speculation, node, _ in candidates:
-            if speculation.is_parallel and speculation in chosen:
-                continue  # one block after another
+            if len(chosen.get(speculation, ())) >= (1 if speculation.is_parallel else SESSION_ROWS):
+                continue  # of a parallel draft one block after another
             num_rows += len(speculation.feed([node]).token_ids) if speculation.is_parallel else 1
-            if chosen and num_rows > self._max_rows:
+            if chosen and num_rows > max_rows:
                 break
             chosen.setdefault(speculation, []).append(node)
         return chosen, 1
@@ -216,7 +240,9 @@ class Lookahead:
     def _feed(self, chosen: dict[Speculation, list[Node]]) -> int:
         """Feed the nodes in one forward; return the number of forwards."""
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
-        results = self._engine.step(feeds, self._stop if self._is_idle else None)
+        self._open(chosen, self._engine.step(feeds, self._stop if self._is_idle else None))
+        return 1
+
+    def _open(self, chosen: dict[Speculation, list[Node]], results: list[Tensor]) -> None:
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
             speculation.open(nodes, logits)
-        return 1

@@ -189,6 +189,10 @@ class BlockQueue(Generic[TaskT, WorkT]):
     def _try_start(self, task: TaskT, start: Start[TaskT], check: Callable[[TaskT], None]) -> object:
         try:
             check(task)
+            if task.is_conditional:
+                if not self.sessions.is_at(task):
+                    return NeedTokens(task.context_start)
+                task.arrived = time.monotonic()  # the block before it has delayed it until now
             session = self.sessions.admit(task)
             return session if isinstance(session, NeedTokens) else start(task, session)
         except EngineLostError:

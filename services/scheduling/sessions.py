@@ -99,13 +99,14 @@ class SessionCopy:
         elif self.grammar is not None:
             self.grammar.truncate(max(0, length - self.spec.prompt_length))
 
-    def merge(self, start: int, context: list[int]) -> None:
+    def merge(self, start: int, context: list[int], *, is_confirmed: bool = True) -> None:
         """Make `tokens` end with `context` at `start`, keeping tokens that agree and dropping the rest."""
         same = common_prefix(self.tokens[start : start + len(context)], context)
         self.changed_from = start + same
         self.truncate(start + same)
         self.tokens += context[same:]
-        self.num_confirmed = len(self.tokens)
+        if is_confirmed:
+            self.num_confirmed = len(self.tokens)
 
 
 class SessionTable:
@@ -168,13 +169,20 @@ class SessionTable:
         if task.base_position < session.spec.prompt_length:
             allowed = f"{session.spec.prompt_length} or more (the prompt)"
             raise InvalidArgumentError("base_position", task.base_position, allowed)
-        session.merge(task.context_start, list(task.context))
+        session.merge(task.context_start, list(task.context), is_confirmed=not task.is_conditional)
         size = len(session.tokens) + session.spec.num_ids
         self._num_tokens += size - session.num_counted
         session.num_counted = size
         self._make_room(session)
         self._give_noise(session)
         return session
+
+    def is_at(self, task: Task) -> bool:
+        """Whether the session ends with the context of a conditional block, by this worker's own verdict."""
+        session = self._sessions.get(task.session_id)
+        if session is None or session.epoch != task.epoch or len(session.tokens) != task.base_position:
+            return False
+        return session.tokens[task.context_start :] == list(task.context)
 
     def find(self, session_id: str) -> SessionCopy | None:
         """Return a session; None for an unknown one."""

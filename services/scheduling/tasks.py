@@ -81,6 +81,7 @@ class Task:
     grammar: GrammarState | None = None  # before the first token; None without one, or before it is compiled
     is_notice: bool = False  # whether the caller has a proposal already and does not wait for an answer
     is_ahead: bool = False  # whether the block was answered, and what follows is decoded ahead
+    is_conditional: bool = False  # whether it is served only if the block before it emits `context`
 
     @property
     def num_ids(self) -> int:

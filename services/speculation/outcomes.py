@@ -33,14 +33,14 @@ from gammaray.types import MAX_GAMMA
 from services.speculation.proposals import ProposalBuilder
 from services.speculation.tree import Node
 
-AHEAD_ROWS, MAX_AHEAD_ROWS = 4, 16
-"""Upper bound of tokens in one forward of draft-ahead, over all sessions, where each takes time, and where a
-forward takes as long with this many as with one. A block that arrives waits for that forward to end. Of a
-parallel draft model at least one block."""
+AHEAD_ROWS, SESSION_ROWS = 4, 16
+"""Upper bound of tokens in one forward of draft-ahead: over all sessions, where each token takes time, and of
+one session, where they do not. A block that arrives waits for that forward to end. Of a parallel draft model
+at least one block."""
 
 MIN_OUTCOME, MAX_BRANCHES = 0.08, 8
 """With AHEAD_ROWS, outcomes less likely than this are ignored, as one more row costs half a CPU forward, and
-no more than these are followed per proposal. With more rows more outcomes are followed, in proportion."""
+no more than these are followed per proposal. With up to SESSION_ROWS more are followed, in proportion."""
 
 MAX_LEVELS = 2
 """Verifications whose outcomes are followed, one after another: the running one, and the one after it."""
@@ -96,7 +96,7 @@ class OutcomeSet:
         max_levels: int,
     ) -> None:
         self._start, self._first, self._max_levels = start, sent.root.position, max_levels
-        breadth = max(1.0, max_rows / AHEAD_ROWS)
+        breadth = max(1.0, min(max_rows, SESSION_ROWS) / AHEAD_ROWS)
         self._min_outcome, self._max_branches = MIN_OUTCOME / breadth, round(MAX_BRANCHES * breadth)
         self.branches: list[Outcome] = []
         self._leaves: list[_Leaf] = []

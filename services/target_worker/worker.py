@@ -88,6 +88,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             num_top_logprobs=num_top,
             num_prompt_logprobs=num_prompt,
             head=head,
+            is_conditional=block.is_conditional,
             num_ahead=min(block.num_ahead, MAX_AHEAD, max(0, model.max_context - block.base_position)),
         )
         task.validate(model.vocab_size, model.max_context)

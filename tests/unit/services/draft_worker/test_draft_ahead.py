@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gammaray.types import SamplingParams, VerificationMethod
-from services.own.lookahead import measure_rows
+from services.own.lookahead import MANY_ROWS, measure_rows
 from services.scheduling.tasks import Prepared, Release
-from services.speculation.outcomes import AHEAD_ROWS, MAX_AHEAD_ROWS
+from services.speculation.outcomes import AHEAD_ROWS, SESSION_ROWS
 from services.speculation.proposals import RUN
 from tests.support.draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableEngine, outcome
 
@@ -103,13 +103,13 @@ def test_ahead_prepares_for_the_verification_after_the_running_one(method):
 
 
 def test_ahead_follows_more_outcomes_where_rows_are_free():
-    drafters = [Drafter(TableEngine(spread=1.0), ahead_rows=rows) for rows in (AHEAD_ROWS, MAX_AHEAD_ROWS)]
+    drafters = [Drafter(TableEngine(spread=1.0), ahead_rows=rows) for rows in (AHEAD_ROWS, SESSION_ROWS)]
     few, many = (len(prepared_after(one, 3, params=PARAMS["plain"])) for one in drafters)
     assert many > 1.5 * few > 0
 
 
 @pytest.mark.parametrize(
-    ("row_s", "wanted"), [(0.0, MAX_AHEAD_ROWS), (0.02, MAX_AHEAD_ROWS), (0.2, AHEAD_ROWS)]
+    ("row_s", "wanted"), [(0.0, MANY_ROWS[0]), (0.02, MANY_ROWS[1]), (0.2, AHEAD_ROWS)]
 )
 def test_rows_of_ahead_are_those_that_cost_nothing(row_s, wanted, monkeypatch):
     engine, clock = TableEngine(), [0.0]
@@ -123,6 +123,24 @@ def test_rows_of_ahead_are_those_that_cost_nothing(row_s, wanted, monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     assert measure_rows(engine) == wanted
     assert not engine.caches
+
+
+def test_ahead_joins_the_forwards_of_other_sessions_where_rows_are_free():
+    """In a crowd blocks always wait, so that draft-ahead would never have a forward of its own."""
+    ahead = Drafter(TableEngine(), ahead_rows=MANY_ROWS[0])
+    first = ahead.task(PROMPT, 3, params=PARAMS["plain"])
+    first.wants_ahead = True
+    ahead.scheduler.submit([first])
+    found = []
+    for number in range(40):
+        if ahead.scheduler.queue.is_idle:
+            ahead.scheduler.submit([ahead.task([*PROMPT, number], 4, session_id=f"other {number}")])
+        found += [reply.outcome for task, reply in ahead.scheduler.step() if task is first]
+    (_, *prepared) = found
+    assert len(prepared) > 1
+    for one in prepared:
+        again = Drafter(TableEngine()).ask([*PROMPT, *one.token_ids], 3, params=PARAMS["plain"])
+        assert one.proposal == again.outcome
 
 
 def test_tree_level_wider_than_a_forward_comes_in_several():
