@@ -192,17 +192,11 @@ class Proposal:
 
 @dataclass(frozen=True)
 class GammaPolicy:
-    """How gamma is chosen: always `fixed`, or per cycle up to `max_gamma` if `fixed` is None.
+    """How gamma is chosen: always `fixed`, or per cycle up to `max_gamma` if `fixed` is None."""
 
-    Args:
-        fixed: Depth of every proposal, in tokens.
-        max_gamma: Upper bound of an adaptive gamma; 0 is the server's bound.
-        max_nodes: Upper bound of a proposal's nodes; above gamma for trees.
-    """
-
-    fixed: int | None = None
-    max_gamma: int = 0
-    max_nodes: int = 0
+    fixed: int | None = None  # depth of every proposal, in tokens
+    max_gamma: int = 0  # upper bound of an adaptive gamma; 0 is the server's bound
+    max_nodes: int = 0  # upper bound of a proposal's nodes; above gamma for trees
 
     def validate(self) -> None:
         """Raise InvalidArgumentError for a gamma outside [0, 64], or nodes outside [0, 256]."""
@@ -354,21 +348,13 @@ class PromptLogprobs:
     """Log-probabilities (natural log) of a prompt under the model's own distribution, in columns.
 
     Entry i of `logprobs` and `ranks` is for token i + 1, as the first token has no predecessor.
-
-    Args:
-        token_ids: The prompt's tokens.
-        logprobs: Log-probability of each token after the first.
-        ranks: Rank of each token after the first in the vocabulary; 1 is the most likely.
-        num_top: Number of most likely tokens per entry.
-        top_token_ids: `num_top` tokens per entry, most likely first.
-        top_logprobs: Their log-probabilities.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # the prompt's
     logprobs: tuple[float, ...]
-    ranks: tuple[int, ...]
-    num_top: int = 0
-    top_token_ids: tuple[int, ...] = ()
+    ranks: tuple[int, ...]  # in the vocabulary; 1 is the most likely
+    num_top: int = 0  # number of most likely tokens per entry
+    top_token_ids: tuple[int, ...] = ()  # `num_top` tokens per entry, most likely first
     top_logprobs: tuple[float, ...] = ()
 
     def top(self, entry: int, count: int | None = None) -> list[tuple[int, float]]:

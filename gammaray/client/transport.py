@@ -42,20 +42,13 @@ _TLS_PORT = 443
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Number and delays of retries of failed calls.
+    """Number and delays of retries of failed calls."""
 
-    Args:
-        max_attempts: Attempts in total, including the first, at a cluster that has never answered. 1: calls
-            are never retried, and streams not resumed.
-        initial_delay_s: Upper bound of the first delay, in seconds; it doubles with each further one.
-        max_delay_s: Upper bound of every delay, in seconds.
-        resume_s: Once the cluster has answered: how long to retry a completion without progress, in seconds.
-    """
-
+    # In total, including the first, at a cluster that has never answered; 1: streams are not resumed either.
     max_attempts: int = 5
-    initial_delay_s: float = 0.2
-    max_delay_s: float = 1.0
-    resume_s: float = 60.0
+    initial_delay_s: float = 0.2  # upper bound of the first delay; it doubles with each further one
+    max_delay_s: float = 1.0  # upper bound of every delay
+    resume_s: float = 60.0  # once the cluster has answered: how long to retry a completion without progress
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
