@@ -148,11 +148,9 @@ class RetryingRedis(Redis):
 def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connections: int = 2) -> RetryingRedis:
     """Return a client, which connects on first use, for a URL as in the module's docstring.
 
-    Args:
-        timeout_s: Upper bound of one attempt to connect, of the wait for one reply, and of the wait for one
-            of at most `max_connections`, in seconds.
-        num_retries: Retries of a command while Redis cannot be reached or refuses it temporarily; the delay
-            grows from 0.05 s to 0.5 s.
+    One attempt to connect, the wait for a reply, and that for one of at most `max_connections` take
+    `timeout_s` each at most. Commands are retried while Redis cannot be reached or refuses them temporarily,
+    after delays from 0.05 s to 0.5 s.
     """
     options: dict[str, Any] = {
         "max_connections": max_connections,

@@ -77,9 +77,8 @@ class Admission:
     async def place(self, caller: Caller) -> AsyncIterator[None]:
         """Wait for a place, and hold it inside the context.
 
-        Raises:
-            ResourceExhaustedError: The queue is full, or the wait took too long; it has a retry delay.
-            DeadlineExceededError: The caller's own deadline came first.
+        ResourceExhaustedError, with a retry delay, if the queue is full or the wait took too long;
+        DeadlineExceededError if the caller's own deadline came first.
         """
         await self._enter(caller)
         since = time.monotonic()

@@ -184,10 +184,8 @@ class Engine(CacheStore):
     def skip(self, session_id: str, token_ids: Sequence[int]) -> None:
         """Begin a session after tokens that are not fed: no later token attends to them.
 
-        Only heads take this, whose features of these positions are missing.
-
-        Raises:
-            CacheFullError: They do not fit the cache budget; nothing was changed.
+        Only heads take this, whose features of these positions are missing. CacheFullError if they do not fit
+        the cache budget; nothing was changed.
         """
         (cache,) = self.reserve_all({session_id: len(token_ids)})
         cache.truncate(0)

@@ -178,9 +178,8 @@ def last_passed(uniforms: Sequence[float], thresholds: Sequence[float]) -> int:
 def block_threshold(carried: float, excess: float) -> float:
     """Return the probability that the test of a token before the last one passes.
 
-    Args:
-        carried: The carried probability c of the tokens up to this one.
-        excess: The mass of (c p - q)+ at the next token.
+    `carried` is the carried probability c of the tokens up to this one, `excess` the mass of (c p - q)+ at
+    the next token.
     """
     failing = 1.0 - carried
     # 0 / 0: p = q from here on, and the last token's test decides alike.

@@ -193,14 +193,9 @@ def _stored(name: str, folder: Path, module: PreTrainedModel) -> dict[str, Tenso
 
 
 def target_tensor(name: str, target: str, what: str) -> Tensor:
-    """Return one tensor of a target, of which nothing else is read.
+    """Return the "embedding" or "output matrix" (`what`) of a target, of which nothing else is read.
 
-    Args:
-        target: The target's directory or hub name; "" if it is not known.
-        what: "embedding" or "output matrix".
-
-    Raises:
-        InvalidArgumentError: The target is not known, or has no such tensor in safetensors.
+    InvalidArgumentError if the target is "", not known, or has no such tensor in safetensors.
     """
     allowed = f"a directory or hub name with safetensors, as {name} shares the target's {what}"
     if not target:

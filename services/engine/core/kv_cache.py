@@ -97,14 +97,9 @@ class CacheStore:
         return 0 if cache is None else len(cache.tree_tokens)
 
     def truncate(self, session_id: str, length: int, num_nodes: int = 0) -> None:
-        """Keep the first `length` tokens of a session; the cost depends only on the tokens dropped.
+        """Keep the first `length` tokens of a session, and `num_nodes` tree nodes if that is the whole chain.
 
-        Args:
-            length: Tokens of the chain to keep.
-            num_nodes: Tree nodes to keep, of those after the whole chain.
-
-        Raises:
-            ValueError: `length` is negative.
+        The cost depends only on the tokens dropped. ValueError if `length` is negative.
         """
         if length < 0:
             raise ValueError(f"length: got {length}, allowed: at least 0")
@@ -132,12 +127,7 @@ class CacheStore:
     def reserve_all(self, wanted: dict[str, int], keep: frozenset[str] = frozenset()) -> list[SessionCache]:
         """Make room for each session's slots, evicting sessions outside `wanted` and `keep` if necessary.
 
-        Args:
-            wanted: Slots needed by session id.
-            keep: Further sessions that must not be evicted.
-
-        Raises:
-            CacheFullError: They alone exceed the budget; nothing was changed.
+        `wanted` has slots by session id. CacheFullError if they alone exceed the budget; nothing was changed.
         """
         growing = False
         for session_id, slots in wanted.items():
@@ -208,14 +198,10 @@ class CacheStore:
         return (best, best_length) if best_length else ("", 0)
 
     def fork(self, source: Source, copy: str, length: int, keep: frozenset[str] = frozenset()) -> None:
-        """Make `copy` hold the first `length` tokens of `source`'s chain.
+        """Make `copy` hold the first `length` tokens of `source`'s chain; CacheGapError if it has fewer.
 
         If both do not fit, a retained source is dropped to make room, or becomes the copy if that needs most
-        of it.
-
-        Raises:
-            CacheGapError: `source` has fewer.
-            CacheFullError: The two, and the sessions to `keep`, do not fit the budget.
+        of it; CacheFullError if the two, and the sessions to `keep`, do not fit the budget.
         """
         origin = self._retained.get(source) if isinstance(source, int) else self._sessions.get(source)
         num_cached = len(origin.tokens) if origin is not None else 0

@@ -80,12 +80,9 @@ def build_native(
     vocab_size: int,
     quantised: Mapping[int, QuantisedMatrix] | None = None,
 ) -> NativeModel:
-    """Lay out the weights of a model for which `native_obstacle` is empty.
+    """Lay out the weights of a model for which `native_obstacle` is empty, as `quantise_model` returned them.
 
-    Args:
-        windows: Sliding window of each layer, None for full attention.
-        vocab_size: Number of logits to compute.
-        quantised: What `quantise_model` returned for the model, or nothing.
+    There are a sliding window per layer, None for full attention, and `vocab_size` logits.
     """
     library = load_kernel().library
     assert library is not None

@@ -117,14 +117,9 @@ class LogitEdits:
             self._grammar.prepare(paths)
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Return edited logits.
+        """Return edited logits: [rows, vocab_size] float32, -inf for masked tokens; `logits` are not changed.
 
-        Args:
-            logits: [rows, vocab_size]. Not changed.
-            paths: For each row, the tokens between the committed ones and the row; they count as output.
-
-        Returns:
-            [rows, vocab_size] float32, -inf for masked tokens.
+        Each row has a path: the tokens between the committed ones and the row, which count as output.
         """
         logits = logits.to(torch.float32, copy=True)
         ends: frozenset[int] = frozenset()

@@ -163,12 +163,7 @@ class Noise:
     def gumbel(self, start: int, count: int) -> Tensor:
         """Return -log E(t, v) of the stream that draft and target share; callers must not write to it.
 
-        Args:
-            start: First absolute position.
-            count: Number of positions, at least 1.
-
-        Returns:
-            [count, vocab_size] float64.
+        It is [count, vocab_size] float64, for `count` positions, at least 1, from `start` on.
         """
         return self._shared.rows(start, count)
 
@@ -183,9 +178,7 @@ class Noise:
     def accept_uniform(self, position: int, base: int = 0) -> float:
         """Return the uniform of the acceptance test at a position: a multiple of 2^-33 in (0, 1), exact.
 
-        Args:
-            position: Position of the tested token.
-            base: Base position of the cycle, where later cycles may test the position again; else 0.
+        `base` is that of the cycle where later cycles may test the position again; else 0.
         """
         word = philox_word((0, position, base, self.sample_index << 8 | _ACCEPT), self.seed)
         return (word + 0.5) * 2.0**-32
