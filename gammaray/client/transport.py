@@ -64,17 +64,9 @@ class RetryPolicy:
 class Transport:
     """A channel to one endpoint, opened at the first call, in the event loop of that call.
 
-    Args:
-        api_key: Sent as bearer token; None sends none.
-        timeout_s: Default deadline of calls, in seconds.
-        credentials: gRPC channel credentials; None: made from `tls`.
-        tls: TLS options; None is plain text.
-
-    Attributes:
-        has_answered: Whether the cluster has ever answered a call.
-
-    Raises:
-        InvalidArgumentError: A malformed address, key or timeout.
+    `api_key` is sent as bearer token, `timeout_s` the default deadline of calls, and `credentials` are made
+    from `tls` if they are None; without both it is plain text. `has_answered` tells whether the cluster has
+    ever answered a call. InvalidArgumentError for a malformed address, key or timeout.
     """
 
     def __init__(

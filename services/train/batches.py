@@ -50,11 +50,9 @@ def build_batch(
     states: Items[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Batch:
-    """Return a batch.
+    """Return a batch, with the target's states of each sequence, [tokens, taps, hidden_size], for a head.
 
-    Args:
-        states: The target's states of each sequence, [tokens, taps, hidden_size]; None: of a draft model.
-        generator: Chooses windows; None: each sequence is whole.
+    The `generator` chooses windows; None: each sequence is whole.
     """
     starts = [0 if generator is None else _start(sequence, generator) for sequence in sequences]
     width = max(len(sequence.token_ids) - start for sequence, start in zip(sequences, starts, strict=True))

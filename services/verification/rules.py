@@ -63,7 +63,6 @@ def verify(
             `edited_logits` are sufficient.
         proposal: Validated by `gammaray.wire.blocks.proposal_from_proto`, but otherwise not trusted.
         noise: The session's noise; may be None at temperature 0.
-        base_position: Number of committed tokens.
 
     Raises:
         InvalidArgumentError: A tree with a method that supports chains only.

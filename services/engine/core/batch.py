@@ -22,7 +22,6 @@ class SequenceInput:
     """One session's share of a step.
 
     Attributes:
-        session_id: The session.
         start: Absolute position of `token_ids[0]`; cached entries from `start` on are dropped first.
         token_ids: Committed tokens that are not cached yet, then the proposal's nodes. At least one.
         num_logits: Logits are returned for the last `num_logits` tokens; 0 for pure prefill.
@@ -137,17 +136,11 @@ class Runner(ABC):
 
 
 def allowed_slots(segment: Segment, window: int | None) -> Tensor | None:
-    """Return which slots each row of a segment may attend to.
+    """Return which slots each row of a segment may attend to: boolean [count, slots to its last]; None: all.
 
     A row sees the committed slots, its ancestors and itself, if they are less than `window` positions back
-    and not before the cache's first slot.
-    A tree's siblings share positions, so the window counts positions, not slots.
-
-    Args:
-        window: Number of positions a row sees, including itself; None for all.
-
-    Returns:
-        Boolean [count, slots up to the segment's last], or None when all is allowed.
+    and not before the cache's first slot. A tree's siblings share positions, so the window, None for all,
+    counts positions, not slots.
     """
     count, start, first = segment.count, segment.start, segment.cache.first
     if segment.parents is None and count == 1 and first == 0 and (window is None or start < window):

@@ -54,13 +54,10 @@ class CacheStats:
 
 
 class CacheStore:
-    """All sessions' caches under one byte budget.
+    """All sessions' caches under one budget, of `budget_bytes`.
 
     Caches of ended sessions use the rest of the budget. When room is needed these are dropped first, and then
     the least recently used sessions are evicted.
-
-    Attributes:
-        budget_bytes: Upper bound of all caches.
     """
 
     def __init__(self, shape: CacheShape, budget_bytes: int) -> None:

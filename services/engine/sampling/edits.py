@@ -44,10 +44,8 @@ class LogitEdits:
     and output), frequency and presence penalties (output only).
 
     Args:
-        params: Sampling parameters, validated against the vocabulary.
         eos_token_ids: Tokens masked until `params.min_tokens` tokens were produced.
         prompt_length: Number of leading tokens that count as prompt.
-        vocab_size: Number of logits in a row.
         grammar: State of the grammar before the first token after the prompt; None if `params` has none.
 
     Attributes:
