@@ -87,17 +87,12 @@ class Position:
     def read(cls, cells: Cells, num_listed: int, hidden: Container[Hashable] = ()) -> Position | None:
         """Return the cells of a position; None if too few tokens are listed to know them.
 
-        Cells are the tokens above the (n - 1 - n // 8)-th of the n most likely ones. This excludes a drawn
-        token that was added or took the last place, even if probabilities tie or a few entries of equal text
-        are lost. Texts with U+FFFD may stand for many tokens and belong to the rest.
-
-        Args:
-            num_listed: Number n of the `cells`, without an added token.
-            hidden: Tokens that are not reported when they are drawn, such as an end-of-sequence token. The
-                probabilities are those given that none of them is drawn.
-
-        Raises:
-            InvalidArgumentError: A log-probability is NaN or above 0, or the probabilities exceed 1 together.
+        Cells are the tokens above the (n - 1 - n // 8)-th of the n = `num_listed` most likely ones. This
+        excludes a drawn token that was added or took the last place, even if probabilities tie or a few
+        entries of equal text are lost. Texts with U+FFFD may stand for many tokens and belong to the rest.
+        Probabilities are those given that no token of `hidden` is drawn, which are not reported then, such as
+        an end of sequence. InvalidArgumentError if a log-probability is NaN or above 0, or the probabilities
+        exceed 1 together.
         """
         pairs = list(cells.items() if isinstance(cells, Mapping) else cells)
         for token, value in pairs:

@@ -126,10 +126,8 @@ class Transport:
 
         A call that fails with UNAVAILABLE is retried within its deadline. So is one that was cancelled by
         another party than the caller, which is how a proxy reports a replica that died. An attempt may take
-        half of the time that is left: a proxy may pass it to a replica that stops and never answers.
-
-        Raises:
-            GammarayError: The subclass that fits the status.
+        half of the time that is left: a proxy may pass it to a replica that stops and never answers. The
+        GammarayError of a failure is the subclass that fits its status.
         """
         deadline, attempt = self.deadline(timeout_s), 0
         while True:

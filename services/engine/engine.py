@@ -23,10 +23,6 @@ from services.engine.core.kv_cache import CacheShape, CacheStore
 class Engine(CacheStore):
     """One model and the caches of its sessions; built by `services.engine.loader`.
 
-    Args:
-        shape: Of the caches.
-        budget_bytes: Upper bound of all sessions' keys and values together, enforced when caches grow.
-
     Attributes:
         vocab_size: Token ids lie in [0, vocab_size).
         max_context: Positions lie in [0, max_context).

@@ -107,14 +107,9 @@ class CacheStore:
     def keep_path(self, session_id: str, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
         """Make the nodes of `path`, after they were fed, positions base, base + 1, ... of the chain.
 
-        Args:
-            base: Position of the path's first node: the number of tokens before it.
-            path: Indices of the accepted nodes, each the child of the one before.
-            keep: Indices, ascending, of nodes to keep as a tree after the new chain; all others are dropped.
-
-        Raises:
-            CacheGapError: The session has no cache.
-            ValueError: `base`, `path` or `keep` do not match the fed tokens.
+        `base` is the number of tokens before them, and each is the child of the one before. The nodes of
+        `keep`, ascending, stay as a tree after the new chain; all others are dropped. CacheGapError if the
+        session has no cache, ValueError if `base`, `path` or `keep` do not match the fed tokens.
         """
         cache = self.get(session_id)
         if cache is None:

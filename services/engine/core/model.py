@@ -234,9 +234,8 @@ def check_config(name: str, config: PretrainedConfig) -> None:
 def max_context_of(name: str, config: PretrainedConfig) -> int:
     """Return the largest number of tokens in a sequence of a model.
 
-    Raises:
-        UnsupportedModelError: The configuration does not say it.
-        InvalidModelError: A token and its successor do not fit.
+    UnsupportedModelError if the configuration does not say it, InvalidModelError if a token and its successor
+    do not fit.
     """
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):

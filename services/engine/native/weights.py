@@ -147,13 +147,8 @@ def check_layout(name: str, model: NativeModel) -> None:
 def pack_panels(weight: Tensor, panel: int, lanes: int, tile_inputs: int = 0) -> Tensor:
     """Lay out a float32 weight [outputs, inputs] as panels [ceil(outputs / panel), inputs, panel].
 
-    Args:
-        panel: Outputs per panel.
-        lanes: Lanes of a vector; bfloat16 panels interleave pairs of vectors, see `kernel.c`.
-        tile_inputs: Inputs of a tile of bfloat16 numbers, see `tiles.h`; 0: there are none.
-
-    Returns:
-        bfloat16 if that is lossless, else float32.
+    They are bfloat16 if that is lossless, else float32. Those of bfloat16 interleave pairs of vectors of
+    `lanes`, see `kernel.c`, and have tiles of `tile_inputs` inputs, see `tiles.h`, unless it is 0.
     """
     inputs = weight.shape[1]
     panels = _panels(weight, panel)

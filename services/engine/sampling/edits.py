@@ -41,7 +41,8 @@ class LogitEdits:
     """Grammar, masks, bias and penalties of one session.
 
     The order is pinned: grammar, allow and ban masks, `min_tokens`, logit bias, repetition penalty (prompt
-    and output), frequency and presence penalties (output only).
+    and output), frequency and presence penalties (output only). InvalidArgumentError if the masks leave no
+    token, whatever the position: masks that leave none while `min_tokens` applies are always refused.
 
     Args:
         eos_token_ids: Tokens masked until `params.min_tokens` tokens were produced.
@@ -52,10 +53,6 @@ class LogitEdits:
         empty_rows: Rows of the last `apply` for which the grammar and the other masks leave no token.
         unmasked_rows: Rows of the last `apply` without a mask, as the proposal exceeds the limits of the
             grammar there: no token may be taken from them.
-
-    Raises:
-        InvalidArgumentError: The masks leave no token. This does not depend on the position: masks that leave
-            none while `min_tokens` applies are always refused.
     """
 
     def __init__(

@@ -48,15 +48,10 @@ _CACHE_BYTES = 12 << 20
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
-    """Return the four output words of Philox4x32-10.
+    """Return the four output words of Philox4x32-10, int64 with values in [0, 2^32) as those of the counter.
 
-    Args:
-        counter: Four int64 tensors with values in [0, 2^32), of shapes that broadcast. Small tensors for
-            constant words make the first rounds nearly free.
-        seed: The key, in [0, 2^64); or its low and high word, tensors that broadcast with the counter.
-
-    Returns:
-        Four int64 tensors with values in [0, 2^32).
+    The counter's shapes broadcast: small tensors for constant words make the first rounds nearly free. The
+    key `seed` is in [0, 2^64); or its low and high word, tensors that broadcast with the counter.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = (seed & _MASK, seed >> 32) if isinstance(seed, int) else seed
@@ -138,12 +133,9 @@ def exponential(
 
 
 class Noise:
-    """The noise of one session.
+    """The noise of one session: of a seed in [0, 2^64) and an index among several samples in [0, 2^24).
 
-    Args:
-        seed: Key, in [0, 2^64).
-        sample_index: Index among several samples for one prompt and seed, in [0, 2^24).
-        token_ids: If given, rows have only the noise of these `vocab_size` ids, on `device`.
+    With `token_ids`, rows have only the noise of these `vocab_size` ids, on `device`.
     """
 
     def __init__(
