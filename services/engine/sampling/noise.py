@@ -27,12 +27,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from services.engine.native.library import load_kernel
+
+W = TypeVar("W", int, Tensor)
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -45,9 +47,7 @@ _MAX_BLOCK_ROWS = 16
 _CACHE_BYTES = 12 << 20
 
 
-def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | tuple[Tensor, Tensor]
-) -> tuple[Tensor, ...]:
+def philox4x32(counter: tuple[W, W, W, W], seed: int | tuple[W, W]) -> tuple[W, W, W, W]:
     """Return the four output words of Philox4x32-10, int64 with values in [0, 2^32) as those of the counter.
 
     The counter's shapes broadcast: small tensors for constant words make the first rounds nearly free. The
@@ -70,13 +70,7 @@ def philox4x32(
 
 def philox_word(counter: tuple[int, int, int, int], seed: int) -> int:
     """Return the first output word of Philox4x32-10 for one counter."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = seed & _MASK, seed >> 32
-    for _ in range(_ROUNDS):
-        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (high >> 32) ^ c1 ^ k0, high & _MASK, (low >> 32) ^ c3 ^ k1, low & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0
+    return philox4x32(counter, seed)[0]
 
 
 def exponential(
