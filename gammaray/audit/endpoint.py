@@ -86,7 +86,6 @@ class Bounds:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the body."""
         needed = 2**16 + self.num_choices * self.num_tokens * (self.num_top + 2) * _BYTES_PER_TOKEN
         return min(needed, MAX_ANSWER)
 

@@ -163,7 +163,6 @@ class Family:
 
     @property
     def labels(self) -> list[str]:
-        """Names of the alternatives."""
         if self is TEMPERATURES:
             return [f"temperature {1 / (1 + size):.3g}" for size in self.sizes]
         return [f"{self.name}: {size:g}" for size in self.sizes]

@@ -79,7 +79,6 @@ def choice_grammar(choices: Sequence[str], field: str = "choice") -> str:
 
 
 def literal(text: str) -> str:
-    """Return the Lark string of a text."""
     return _escaped(json.dumps(text, ensure_ascii=False))
 
 

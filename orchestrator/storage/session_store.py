@@ -144,7 +144,6 @@ def fields_of(session: Session) -> list[Any]:
 
 
 def pack_request(request: bytes, prompt: Sequence[int]) -> bytes:
-    """Serialise a request and its prompt for the store."""
     return struct.pack("<I", len(request)) + request + struct.pack(f"<{len(prompt)}I", *prompt)
 
 
@@ -339,7 +338,6 @@ class RedisStore:
         return found
 
     async def exist(self, session_ids: Sequence[str]) -> list[bool]:
-        """Return, for each session, whether it exists."""
         found: list[bool] = []
         for start in range(0, len(session_ids), LIST_PAGE):
             heads = [self._keys.of(name)[0] for name in session_ids[start : start + LIST_PAGE]]

@@ -24,7 +24,6 @@ _RANK_AXES = {"lora_A": 0, "lora_B": 1, "lora_embedding_A": 0, "lora_embedding_B
 
 
 def adapter_error(name: str, directory: str, reason: str) -> InvalidArgumentError:
-    """Return the error for an adapter that cannot be served."""
     allowed = f"a LoRA adapter of the target in PEFT's format: {' '.join(reason.split())}"
     return InvalidArgumentError("lora", f"{name}={directory}", allowed)
 

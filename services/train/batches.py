@@ -40,7 +40,6 @@ class Batch:
     states: Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device."""
         return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 

@@ -99,7 +99,6 @@ class Trainable(nn.Module):
 
 
 def optimizer_of(drafter: Trainable, rate: float) -> torch.optim.AdamW:
-    """Return an optimizer of the weights that are trained."""
     weights = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 

@@ -260,7 +260,6 @@ def make_verdict(path: Sequence[int], token_id: int, *, failed: bool) -> Verdict
 
 
 def children_of(proposal: Proposal, row: int) -> list[int]:
-    """Return the nodes that follow a row."""
     if proposal.parents is None:
         return [row] if row < len(proposal) else []
     return [node for node, parent in enumerate(proposal.parents) if parent == row - 1]

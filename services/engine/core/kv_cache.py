@@ -70,7 +70,6 @@ class CacheStore:
         self._salts: dict[str, str] = {}
 
     def stats(self) -> CacheStats:
-        """Return the counters of the cache."""
         used = self._used_slots * self.shape.slot_bytes
         retained = self._retained.num_slots * self.shape.slot_bytes
         return CacheStats(len(self._sessions), used, self.budget_bytes, self.num_evictions, retained)
@@ -165,7 +164,6 @@ class CacheStore:
         self.release(session_id)
 
     def drop_retained(self) -> None:
-        """Free all retained caches."""
         self._retained.clear()
 
     def forget(self, session_id: str) -> None:

@@ -69,12 +69,10 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.module.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
         return self.module.dtype
 
     @property
