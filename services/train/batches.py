@@ -16,27 +16,18 @@ _WINDOWS = 0.5
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and what the target expects.
+    """Inputs and what the target expects."""
 
-    Attributes:
-        token_ids: int64 [sequences, tokens], padded at the end.
-        starts: Position of each sequence's first token here, int64 [sequences]; 0 but for windows.
-        place: Sequence, anchor and depth (from 1) of each prediction, by depth, int64 [predictions, 3]: the
-            token at anchor + depth, predicted after the tokens up to anchor + depth - 1; of a head from the
-            state at anchor - 1.
-        labels: Token of the answer at the predicted place, int64 [predictions].
-        top_ids: The target's most likely ids there, int64 [predictions, top_k].
-        top_logs: Their log-probabilities at temperature 1, float32 [predictions, top_k].
-        states: The target's hidden states for a head, bfloat16 [sequences, tokens, taps, hidden_size]; of a
-            draft model without taps.
-    """
-
-    token_ids: Tensor
-    starts: Tensor
+    token_ids: Tensor  # int64 [sequences, tokens], padded at the end
+    starts: Tensor  # position of each sequence's first token here, int64 [sequences]; 0 but for windows
+    # Sequence, anchor and depth (from 1) of each prediction, by depth, int64 [predictions, 3]: the token at
+    # anchor + depth, predicted after those up to anchor + depth - 1; of a head from the state at anchor - 1.
     place: Tensor
-    labels: Tensor
-    top_ids: Tensor
-    top_logs: Tensor
+    labels: Tensor  # token of the answer at the predicted place, int64 [predictions]
+    top_ids: Tensor  # the target's most likely ids there, int64 [predictions, top_k]
+    top_logs: Tensor  # their log-probabilities at temperature 1, float32 [predictions, top_k]
+    # The target's hidden states for a head, bfloat16 [sequences, tokens, taps, hidden_size]; of a draft model
+    # without taps.
     states: Tensor
 
     def to(self, device: torch.device | str) -> Batch:

@@ -19,26 +19,21 @@ from services.engine.core.session_cache import SessionCache
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """One session's share of a step.
-
-    Attributes:
-        start: Absolute position of `token_ids[0]`; cached entries from `start` on are dropped first.
-        token_ids: Committed tokens that are not cached yet, then the proposal's nodes. At least one.
-        num_logits: Logits are returned for the last `num_logits` tokens; 0 for pure prefill.
-        parents: For a tree: the parent of each of the LAST len(parents) tokens, as an index into those
-            last tokens, -1 for the token just before them, -2 for the one before that. None: a chain.
-        num_kept: How many cached nodes of the session's tree are kept; `token_ids` are nodes added to them.
-            Then `start` is the chain's length, and indices in `parents` count the kept nodes first.
-        features: Of a head: features of the position before each of the first tokens, [tokens, width]; the
-            states that it computed itself stand in for the others.
-    """
+    """One session's share of a step."""
 
     session_id: str
-    start: int
+    start: int  # absolute position of `token_ids[0]`; cached entries from `start` on are dropped first
+    # Committed tokens that are not cached yet, then the proposal's nodes. At least one.
     token_ids: Sequence[int]
-    num_logits: int
+    num_logits: int  # logits are returned for the last `num_logits` tokens; 0 for pure prefill
+    # For a tree: the parent of each of the LAST len(parents) tokens, as an index into those last tokens, -1
+    # for the token just before them, -2 for the one before that. None: a chain.
     parents: Sequence[int] | None = None
+    # How many cached nodes of the session's tree are kept; `token_ids` are nodes added to them. Then `start`
+    # is the chain's length, and indices in `parents` count the kept nodes first.
     num_kept: int = 0
+    # Of a head: features of the position before each of the first tokens, [tokens, width]; the states that it
+    # computed itself stand in for the others.
     features: Tensor | None = field(default=None, compare=False)
 
 
