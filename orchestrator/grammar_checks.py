@@ -72,12 +72,8 @@ class GrammarChecks:
         """Compile a checked grammar, and return its state after the tokens of a resumed session.
 
         None if its check took more than `MAX_FOLLOWED_S`: then only target and draft workers follow it.
-
-        Raises:
-            InvalidArgumentError: It is wrong or too complex.
-            FailedPreconditionError: The tokens do not follow it; another version of llguidance allowed them.
-            ResourceExhaustedError: Too many wait.
-            DeadlineExceededError: The caller's deadline came first.
+        Errors are those of `check`, and FailedPreconditionError if the tokens do not follow it: another
+        version of llguidance allowed them.
         """
         found = self._results.get(_digest(grammar))
         is_followed = not isinstance(found, float) or found <= MAX_FOLLOWED_S

@@ -191,11 +191,8 @@ class Endpoint:
     async def ask(self, prompt: str | Sequence[int], **fields: Any) -> Answer:
         """Return a completion that is not streamed, with log-probabilities where the server has them.
 
-        Raises:
-            RefusedError: The server does not support the request.
-            AnswerError: Its answer is malformed.
-            Undecided: The token budget is spent.
-            GammarayError: It fails or does not answer in time.
+        RefusedError if the server does not support the request, AnswerError if its answer is malformed,
+        Undecided if the token budget is spent, another GammarayError if it fails or does not answer in time.
         """
         return await self._within_budget(prompt, fields, self._whole)
 

@@ -344,11 +344,9 @@ class LawTest(Wealth):
     ) -> Position | None:
         """Count a token, and return the cells of its position; None if it is hidden or they are not known.
 
-        `cells` are the `top_logprobs` of its position. `drafted` is what a reference drafter proposes there,
-        to bet on a share of its tokens; it must follow from the tokens before alone.
-
-        Raises:
-            InvalidArgumentError: `cells` are no log-probabilities of a distribution.
+        `cells` are the `top_logprobs` of its position; InvalidArgumentError if they are of no distribution.
+        `drafted` is what a reference drafter proposes there, to bet on a share of its tokens; it must follow
+        from the tokens before alone.
         """
         if token in self._hidden:
             return None

@@ -109,10 +109,9 @@ class RetryingRedis(Redis):
     async def repeated(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await `call` until it succeeds or the retries are exhausted.
 
-        Raises:
-            RefusedError: Redis refused it with one of `PASSING`.
-            UnavailableError: No connection became free in time, or the password is wrong; not repeated.
-            RedisError: Another error reply, or Redis cannot be reached.
+        RefusedError if Redis refused it with one of `PASSING`. UnavailableError, at once, if no connection
+        became free in time or the password is wrong. RedisError for another error reply, or if Redis cannot
+        be reached.
         """
 
         async def attempt() -> T:

@@ -80,15 +80,9 @@ class Engine(CacheStore):
         return self._draft
 
     def step(self, feeds: Sequence[SequenceInput], idle_until: c_int32 | None = None) -> list[Tensor]:
-        """Run one forward over all feeds; `idle_until` is as in `Batch`.
+        """Run one forward over all feeds; return for each its logits [num_logits, vocab_size] in float32.
 
-        Returns:
-            For each feed its logits [num_logits, vocab_size] in float32.
-
-        Raises:
-            ValueError: A feed is malformed, or a session is fed twice; nothing was changed.
-            CacheGapError: A feed starts past its session's cache; nothing was changed.
-            CacheFullError: The step does not fit the cache budget; nothing was changed.
+        `idle_until` is as in `Batch`. Raises what `plan_batch` does; nothing was changed then.
         """
         self.taps = []
         if not feeds:

@@ -71,9 +71,7 @@ class DraftFormat:
 def load_drafter(name: str, target: str, *, device: str, dtype: str) -> tuple[LoadedModel, DraftFormat]:
     """Load a drafter as an ordinary model, whose head may be smaller and its embedding larger.
 
-    Args:
-        name: Directory or hub name, or `early-exit:N`.
-        target: The target's directory or hub name; "" if it is not known.
+    The `name` may be `early-exit:N`, and the `target` "" if it is not known.
 
     Raises:
         NotFoundError: There is no such model.

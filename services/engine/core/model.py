@@ -185,10 +185,8 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_config(name: str) -> PretrainedConfig:
     """Return a model's configuration.
 
-    Raises:
-        NotFoundError: There is no such model.
-        UnsupportedModelError: transformers does not know the architecture.
-        InvalidModelError: A number of the configuration is not one that a model can have.
+    NotFoundError if there is no such model, UnsupportedModelError if transformers does not know the
+    architecture, InvalidModelError if a number of the configuration is not one that a model can have.
     """
     try:
         stored, _ = PretrainedConfig.get_config_dict(name)
