@@ -166,9 +166,8 @@ def vllm_build() -> tuple[str, str]:
 def check_installed(engine: str, device: str) -> None:
     """Check that this machine has the packages that an engine needs, in a version for the device.
 
-    Raises:
-        UnsupportedVllmError: vLLM is missing, or in another version.
-        InvalidArgumentError: The installed vLLM is built for another device.
+    UnsupportedVllmError if vLLM is missing, or in another version, InvalidArgumentError if it is built for
+    another device.
     """
     if engine != VLLM.name:
         return

@@ -103,15 +103,11 @@ class Engine(CacheStore):
     def tap(self, layers: Sequence[int]) -> None:
         """From now on record in `taps` the hidden states of all tokens that a step feeds.
 
-        That includes tokens without logits: chunks of a prompt, and nodes of trees. Logits do not change.
-
-        Args:
-            layers: Ids in [0, num_layers], in any order, also repeated; empty to stop recording. Below
-                num_layers: the residual stream that enters this decoder layer, so 0 is the embedding as it
-                enters the first layer. num_layers: what enters the model's final norm.
-
-        Raises:
-            InvalidArgumentError: There is no such layer, or the hidden states of this model cannot be found.
+        That includes tokens without logits: chunks of a prompt, and nodes of trees. Logits do not change. The
+        ids of layers, in [0, num_layers], have any order, also repeated; none stop recording. Below
+        num_layers it is the residual stream that enters this decoder layer, so 0 is the embedding as it
+        enters the first layer; num_layers is what enters the model's final norm. InvalidArgumentError if
+        there is no such layer, or the hidden states of this model cannot be found.
         """
         for layer in layers:
             if not isinstance(layer, int) or not 0 <= layer <= self.num_layers:
@@ -146,7 +142,8 @@ class Engine(CacheStore):
     ) -> tuple[list[int], Tensor]:
         """Draft in one call: feed a chain, then repeatedly the token with the largest score after the last.
 
-        It is for drafters: hidden states are not recorded, and `taps` is left as it is.
+        It is for drafters: hidden states are not recorded, and `taps` is left as it is. Errors are those of
+        `step`.
 
         Args:
             feed: A chain; one forward feeds its tokens up to the first one with logits, and each further
@@ -160,9 +157,6 @@ class Engine(CacheStore):
         Returns:
             The tokens that were fed, at least those of the first forward, and the logits of each forward,
             [forwards, vocab_size].
-
-        Raises:
-            ValueError, CacheGapError, CacheFullError: As `step`.
         """
         batch = self._plan([feed])
         stop = c_int32() if stop is None else stop

@@ -205,9 +205,8 @@ def check_shape(name: str, key: str, tensor: Tensor, shape: tuple[int, ...]) -> 
 def check_weights(name: str, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Check stored weights against the parameters of a module, which need no values, by the same names.
 
-    Raises:
-        UnsupportedModelError: Weights are missing, or have no place in the module.
-        InvalidModelError: A weight is of another shape or type, or not finite.
+    UnsupportedModelError if weights are missing, or have no place in the module; InvalidModelError if one is
+    of another shape or type, or not finite.
     """
     for verb, keys in (
         ("lacks", expected.keys() - weights.keys()),
