@@ -52,11 +52,10 @@ class GrammarChecks:
     async def check(self, grammar: str, caller: Caller) -> None:
         """Check a grammar; cancellation frees the place, and ends the check.
 
-        Raises:
-            InvalidArgumentError: It is wrong or too complex, or llguidance cannot use the model's tokenizer.
-            ResourceExhaustedError: Too many checks wait, or the check took too long on a busy machine.
-            DeadlineExceededError: The caller's deadline came first.
-            UnavailableError: The process of the check was ended from outside.
+        InvalidArgumentError if it is wrong or too complex, or llguidance cannot use the model's tokenizer;
+        ResourceExhaustedError if too many checks wait, or it took too long on a busy machine;
+        DeadlineExceededError if the caller's deadline came first; UnavailableError if its process was ended
+        from outside.
         """
         work = asyncio.create_task(self._check_once(grammar, caller))
         left_s = caller.deadline - time.monotonic()

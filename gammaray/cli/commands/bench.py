@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -57,7 +56,9 @@ def bench(**options: Any) -> None:
 
     Each prompt is completed by every system before the next prompt; ratios are taken within a repetition.
     """
-    found, workload = _tasks(options)
+    found, workload = own_prompts(options["num_prompts"]), "own"
+    if (path := options["prompt_file"]) is not None:
+        found, workload = [("given", text) for text in read_prompts(path, "--prompt-file")], path.name
     settings = BenchSettings(
         workload=workload,
         max_tokens=options["tokens"],
@@ -81,10 +82,3 @@ def bench(**options: Any) -> None:
     if options["page_file"] is not None:
         options["page_file"].write_text(page({"provenance": provenance(), **result}), encoding="utf-8")
         click.echo(f"written: {options['page_file']}")
-
-
-def _tasks(options: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
-    path: Path | None = options["prompt_file"]
-    if path is None:
-        return own_prompts(options["num_prompts"]), "own"
-    return [("given", text) for text in read_prompts(path, "--prompt-file")], path.name
