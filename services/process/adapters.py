@@ -31,9 +31,8 @@ def adapter_error(name: str, directory: str, reason: str) -> InvalidArgumentErro
 def max_rank(directories: Mapping[str, str]) -> int:
     """Return the setting of vLLM that covers the largest rank of the adapters.
 
-    Raises:
-        InvalidArgumentError: One does not exist, cannot be read or is of another kind, or a tensor has a rank
-            that its configuration does not name, by which vLLM scales the adapter.
+    InvalidArgumentError if one does not exist, cannot be read or is of another kind, or a tensor has a rank
+    that its configuration does not name, by which vLLM scales the adapter.
     """
     largest = 1
     for name, directory in directories.items():

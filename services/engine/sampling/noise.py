@@ -87,9 +87,7 @@ def exponential(
     """Return standard exponential noise E(t, v) = -log1p(-u), precise for small values, which decide draws.
 
     Args:
-        seed: Key, in [0, 2^64).
         start: First absolute position.
-        sample_index: Index among several samples for one seed.
         stream: 0 or 3, see the table above.
         device: Where to compute. Devices may differ in the last bit of the logarithm.
         token_ids: Compute only the noise of these `vocab_size` ids, on `device`; None for all ids in order.
