@@ -44,7 +44,8 @@ _TLS_PORT = 443
 class RetryPolicy:
     """Number and delays of retries of failed calls."""
 
-    # In total, including the first, at a cluster that has never answered; 1: streams are not resumed either.
+    # Attempts in total, including the first, at a cluster that has never answered. 1: calls are never
+    # retried, and streams not resumed.
     max_attempts: int = 5
     initial_delay_s: float = 0.2  # upper bound of the first delay; it doubles with each further one
     max_delay_s: float = 1.0  # upper bound of every delay

@@ -77,7 +77,8 @@ class GrammarCompiler:
 
         For a grammar that has passed a check this takes no longer than the check, whose limits of time and
         memory are those of `check_pool`: it repeats a part of the same work. `end_token_ids` end this
-        completion; None: the end-of-sequence tokens. InvalidArgumentError as of `check`.
+        completion; None: the end-of-sequence tokens. InvalidArgumentError if the grammar is wrong,
+        unsupported or too complex.
         """
         matcher = self._compile(grammar)
         _check(matcher, _COMPILABLE)

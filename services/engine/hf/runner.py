@@ -20,7 +20,7 @@ from services.engine.hf.taps import TapPoints, find_tap_points
 class TransformersRunner(Runner):
     """Runs steps through the transformers model itself, switched to the engine's attention.
 
-    With `flash`, None: on a GPU, a flash kernel attends for prompts where a layer allows one.
+    If `flash`, None: on a GPU, prompts are attended for by a flash kernel where a layer allows one.
     """
 
     def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, flash: bool | None = None) -> None:

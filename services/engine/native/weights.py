@@ -80,9 +80,10 @@ def build_native(
     vocab_size: int,
     quantised: Mapping[int, QuantisedMatrix] | None = None,
 ) -> NativeModel:
-    """Lay out the weights of a model for which `native_obstacle` is empty, as `quantise_model` returned them.
+    """Lay out the weights of a model for which `native_obstacle` is empty, to compute `vocab_size` logits.
 
-    There are a sliding window per layer, None for full attention, and `vocab_size` logits.
+    `windows` has the sliding window of each layer, None for full attention; `quantised` is what
+    `quantise_model` returned for the model, or nothing.
     """
     library = load_kernel().library
     assert library is not None
