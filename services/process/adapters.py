@@ -39,7 +39,7 @@ def max_rank(directories: Mapping[str, str]) -> int:
         if is_missing(directory):
             raise adapter_error(name, directory, "the directory does not exist")
         try:
-            stored = json.loads(_file(directory, _CONFIG).read_text())
+            stored = json.loads(stored_file(directory, _CONFIG).read_text())
             kind, ranks = stored["peft_type"], {int(stored["r"])}
             ranks |= set(map(int, (stored.get("rank_pattern") or {}).values()))
         except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
@@ -73,7 +73,7 @@ def _shapes(name: str, directory: str) -> dict[str, Sequence[int]]:
 
 def adapter_sha256(directory: str) -> str:
     """Return the fingerprint of an adapter that has been loaded."""
-    digest = hashlib.sha256(_file(directory, _CONFIG).read_bytes())
+    digest = hashlib.sha256(stored_file(directory, _CONFIG).read_bytes())
     digest.update(_weights(directory).read_bytes())
     return digest.hexdigest()
 
@@ -83,11 +83,12 @@ def _weights(directory: str) -> Path:
     paths = []
     for name in _WEIGHTS:
         with suppress(FileNotFoundError):
-            paths.append(_file(directory, name))
+            paths.append(stored_file(directory, name))
     return next((path for path in paths if path.is_file()), Path(directory) / _WEIGHTS[0])
 
 
-def _file(directory: str, name: str) -> Path:
+def stored_file(directory: str, name: str) -> Path:
+    """Return a file of a model or adapter, from the hub's cache if need be; FileNotFoundError if absent."""
     path = Path(directory) / name
     if path.is_file() or Path(directory).exists():
         return path
