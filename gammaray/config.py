@@ -101,14 +101,9 @@ NO_KEYS = "none"
 
 
 class PoolSize:
-    """Bounds of the number of workers, written as `N` or `MIN:MAX`.
+    """Bounds of the number of workers, each in [0, 64], written as `N` or `MIN:MAX`.
 
-    Args:
-        minimum: Lower bound, in [0, 64].
-        maximum: Upper bound, in [minimum, 64] and at least 1 if it differs from `minimum`, its default.
-
-    Raises:
-        ValueError: The bounds are invalid; the message names them and what is allowed.
+    A ValueError names invalid ones and what is allowed.
     """
 
     # NOTE: not a dataclass, since pydantic-settings would read it from the environment as JSON.

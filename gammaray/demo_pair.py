@@ -30,9 +30,8 @@ def is_missing(name: str) -> bool:
 def resolve_model(name: str, role: str = "target", field: str = "model") -> str:
     """Return the directory or hub name that a model's name stands for; "demo" stands for one by role.
 
-    Raises:
-        InvalidArgumentError: The `field` names another role, a directory that does not exist, a GGUF file,
-            or "demo" if the demo pair is not installed.
+    InvalidArgumentError if the `field` names another role, a directory that does not exist, a GGUF file, or
+    "demo" where the demo pair is not installed.
     """
     if is_missing(name):
         allowed = "a directory, or the name of a model on the hub or in its cache"

@@ -112,9 +112,7 @@ def choose(asked: Mapping[str, Any], *, has_gpu: bool) -> tuple[EngineFacts, Inv
 
     `auto` is vLLM where its build for GPUs is installed and the worker has one, unless a setting asks for
     what vLLM does not serve; else NATIVE stands for our own engine, which takes its runner by the model.
-
-    Raises:
-        InvalidArgumentError: A setting asks for what only vLLM serves, and the engine is another one.
+    InvalidArgumentError if a setting asks for what only vLLM serves, and the engine is another one.
     """
     if asked["engine"] != AUTO:
         return ENGINES[asked["engine"]], None
@@ -168,9 +166,8 @@ def vllm_build() -> tuple[str, str]:
 def check_installed(engine: str, device: str) -> None:
     """Check that this machine has the packages that an engine needs, in a version for the device.
 
-    Raises:
-        UnsupportedVllmError: vLLM is missing, or in another version.
-        InvalidArgumentError: The installed vLLM is built for another device.
+    UnsupportedVllmError if vLLM is missing, or in another version, InvalidArgumentError if it is built for
+    another device.
     """
     if engine != VLLM.name:
         return

@@ -40,10 +40,8 @@ def check_environment(
     """Check that gammaray knows every variable whose name begins with `PREFIX`.
 
     Variables that Kubernetes sets for a Service named gammaray or gammaray-* are ignored. `known_variables`
-    is called only if there is one outside `OTHER_VARIABLES`, since importing the settings is slow.
-
-    Raises:
-        InvalidArgumentError: Names the unknown variable and the nearest known one, but not its value.
+    is called only if there is one outside `OTHER_VARIABLES`, since importing the settings is slow. The
+    InvalidArgumentError names the unknown variable and the nearest known one, but not its value.
     """
     given = os.environ if environment is None else environment
     # pydantic-settings ignores the case of names.

@@ -192,17 +192,11 @@ class Proposal:
 
 @dataclass(frozen=True)
 class GammaPolicy:
-    """How gamma is chosen: always `fixed`, or per cycle up to `max_gamma` if `fixed` is None.
+    """How gamma is chosen: always `fixed`, or per cycle up to `max_gamma` if `fixed` is None."""
 
-    Args:
-        fixed: Depth of every proposal, in tokens.
-        max_gamma: Upper bound of an adaptive gamma; 0 is the server's bound.
-        max_nodes: Upper bound of a proposal's nodes; above gamma for trees.
-    """
-
-    fixed: int | None = None
-    max_gamma: int = 0
-    max_nodes: int = 0
+    fixed: int | None = None  # depth of every proposal, in tokens
+    max_gamma: int = 0  # upper bound of an adaptive gamma; 0 is the server's bound
+    max_nodes: int = 0  # upper bound of a proposal's nodes; above gamma for trees
 
     def validate(self) -> None:
         """Raise InvalidArgumentError for a gamma outside [0, 64], or nodes outside [0, 256]."""
@@ -221,55 +215,39 @@ ADAPTIVE = GammaPolicy()
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A requested completion.
+    """A requested completion."""
 
-    Args:
-        prompt: Text, or token ids of the target's vocabulary. Not empty.
-        model: Name of the model; empty means the one served.
-        sampling: Logits processing and seed.
-        max_tokens: Upper bound of emitted tokens, at least 1.
-        stop: The completion ends before the first of these strings.
-        stop_token_ids: The completion ends after the first of these or of the model's own. At most 4,096.
-        ignore_eos: Continue after end-of-sequence tokens.
-        num_top_logprobs: None for no log-probabilities, else the number of alternatives, in [0, 20].
-        verification: Verification method.
-        gamma: How gamma is chosen.
-        drafter: Drafter kind at which the request starts.
-        session_id: Id of the session; empty lets the server draw one.
-        turn: Turn of the session; above 0 the prompt continues the finished previous turn.
-        resume_from: Resume the turn after this many of its tokens; None begins it. When resuming, the prompt
-            may be omitted; otherwise the request must equal the one that began the turn.
-        cache_salt: The workers' caches are shared only with requests of the same salt; at most 64 characters.
-        num_prompt_logprobs: None for no log-probabilities of the prompt, else the number of alternatives, in
-            [0, 20]. The prompt is then recomputed, even if it is cached.
-        prediction: What the completion is expected to resemble, text or token ids; empty for none. It is
-            proposed where the completion follows it, and affects speed only. At most 65,536 characters or
-            token ids.
-        store: Whether the session is stored. A completion that is not stored has no session: it cannot be
-            resumed, continued, listed, cancelled or traced. Only without `session_id`, `turn` and
-            `resume_from`.
-        receipt: Whether the last chunk has a signed receipt (`gammaray.receipts`). Only with coupled
-            verification, and if the server has a key for receipts.
-    """
-
-    prompt: str | tuple[int, ...]
-    model: str = ""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int = 128
-    stop: tuple[str, ...] = ()
+    prompt: str | tuple[int, ...]  # text, or token ids of the target's vocabulary; not empty
+    model: str = ""  # name of the model; empty means the one served
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # logits processing and seed
+    max_tokens: int = 128  # upper bound of emitted tokens, at least 1
+    stop: tuple[str, ...] = ()  # the completion ends before the first of these strings
+    # The completion ends after the first of these or of the model's own. At most 4,096.
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # continue after end-of-sequence tokens
+    # None for no log-probabilities, else the number of alternatives, in [0, 20].
     num_top_logprobs: int | None = None
     verification: VerificationMethod = VerificationMethod.COUPLED
     gamma: GammaPolicy = ADAPTIVE
-    drafter: DrafterKind = DrafterKind.MODEL
-    session_id: str = ""
-    turn: int = 0
+    drafter: DrafterKind = DrafterKind.MODEL  # at which the request starts
+    session_id: str = ""  # id of the session; empty lets the server draw one
+    turn: int = 0  # turn of the session; above 0 the prompt continues the finished previous turn
+    # Resume the turn after this many of its tokens; None begins it. When resuming, the prompt may be omitted;
+    # otherwise the request must equal the one that began the turn.
     resume_from: int | None = None
+    # The workers' caches are shared only with requests of the same salt; at most 64 characters.
     cache_salt: str = ""
+    # None for no log-probabilities of the prompt, else the number of alternatives, in [0, 20]. The prompt is
+    # then recomputed, even if it is cached.
     num_prompt_logprobs: int | None = None
+    # What the completion is expected to resemble, text or token ids; empty for none. It is proposed where the
+    # completion follows it, and affects speed only. At most 65,536 characters or token ids.
     prediction: str | tuple[int, ...] = ""
+    # Whether the session is stored. A completion that is not stored has no session: it cannot be resumed,
+    # continued, listed, cancelled or traced. Only without `session_id`, `turn` and `resume_from`.
     store: bool = True
+    # Whether the last chunk has a signed receipt (`gammaray.receipts`). Only with coupled verification, and
+    # if the server has a key for receipts.
     receipt: bool = False
 
     def validate(self) -> None:
@@ -354,21 +332,13 @@ class PromptLogprobs:
     """Log-probabilities (natural log) of a prompt under the model's own distribution, in columns.
 
     Entry i of `logprobs` and `ranks` is for token i + 1, as the first token has no predecessor.
-
-    Args:
-        token_ids: The prompt's tokens.
-        logprobs: Log-probability of each token after the first.
-        ranks: Rank of each token after the first in the vocabulary; 1 is the most likely.
-        num_top: Number of most likely tokens per entry.
-        top_token_ids: `num_top` tokens per entry, most likely first.
-        top_logprobs: Their log-probabilities.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # the prompt's
     logprobs: tuple[float, ...]
-    ranks: tuple[int, ...]
-    num_top: int = 0
-    top_token_ids: tuple[int, ...] = ()
+    ranks: tuple[int, ...]  # in the vocabulary; 1 is the most likely
+    num_top: int = 0  # number of most likely tokens per entry
+    top_token_ids: tuple[int, ...] = ()  # `num_top` tokens per entry, most likely first
     top_logprobs: tuple[float, ...] = ()
 
     def top(self, entry: int, count: int | None = None) -> list[tuple[int, float]]:

@@ -108,7 +108,6 @@ def build(
 
 
 def orchestrator(args: dict[str, Any]) -> Any:
-    """Return the application of orchestrators."""
     given = OrchestratorArguments(**args)
     OrchestratorSettings(**given.settings)  # fails here: a replica would only log the error
     given.wait()

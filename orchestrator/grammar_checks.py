@@ -52,11 +52,10 @@ class GrammarChecks:
     async def check(self, grammar: str, caller: Caller) -> None:
         """Check a grammar; cancellation frees the place, and ends the check.
 
-        Raises:
-            InvalidArgumentError: It is wrong or too complex, or llguidance cannot use the model's tokenizer.
-            ResourceExhaustedError: Too many checks wait, or the check took too long on a busy machine.
-            DeadlineExceededError: The caller's deadline came first.
-            UnavailableError: The process of the check was ended from outside.
+        InvalidArgumentError if it is wrong or too complex, or llguidance cannot use the model's tokenizer;
+        ResourceExhaustedError if too many checks wait, or it took too long on a busy machine;
+        DeadlineExceededError if the caller's deadline came first; UnavailableError if its process was ended
+        from outside.
         """
         work = asyncio.create_task(self._check_once(grammar, caller))
         left_s = caller.deadline - time.monotonic()
@@ -72,12 +71,8 @@ class GrammarChecks:
         """Compile a checked grammar, and return its state after the tokens of a resumed session.
 
         None if its check took more than `MAX_FOLLOWED_S`: then only target and draft workers follow it.
-
-        Raises:
-            InvalidArgumentError: It is wrong or too complex.
-            FailedPreconditionError: The tokens do not follow it; another version of llguidance allowed them.
-            ResourceExhaustedError: Too many wait.
-            DeadlineExceededError: The caller's deadline came first.
+        Errors are those of `check`, and FailedPreconditionError if the tokens do not follow it: another
+        version of llguidance allowed them.
         """
         found = self._results.get(_digest(grammar))
         is_followed = not isinstance(found, float) or found <= MAX_FOLLOWED_S

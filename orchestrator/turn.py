@@ -87,7 +87,6 @@ class RunningTurn:
         return chunk
 
     def cancelled(self, error: CancelledError) -> Chunk:
-        """Return the last chunk of a turn that was cancelled."""
         self._error = error
         return self._progress.piece((), "", FinishReason.CANCELLED)
 

@@ -10,19 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Program:
-    """One program.
+    """One program."""
 
-    Args:
-        package: Its Debian package.
-        names: Commands that provide it; one on the path is enough.
-        purpose: What the tests do with it.
-        service: System service that the package would start, to be kept off; empty if there is none.
-    """
-
-    package: str
-    names: tuple[str, ...]
-    purpose: str
-    service: str = ""
+    package: str  # its Debian package
+    names: tuple[str, ...]  # commands that provide it; one on the path is enough
+    purpose: str  # what the tests do with it
+    service: str = ""  # system service that the package would start, to be kept off; empty if there is none
 
     @property
     def path(self) -> str | None:

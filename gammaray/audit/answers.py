@@ -76,7 +76,6 @@ class Answer:
 
     @property
     def choice(self) -> Choice:
-        """The first choice."""
         return self.choices[0]
 
 

@@ -86,7 +86,6 @@ class Bounds:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the body."""
         needed = 2**16 + self.num_choices * self.num_tokens * (self.num_top + 2) * _BYTES_PER_TOKEN
         return min(needed, MAX_ANSWER)
 
@@ -192,11 +191,8 @@ class Endpoint:
     async def ask(self, prompt: str | Sequence[int], **fields: Any) -> Answer:
         """Return a completion that is not streamed, with log-probabilities where the server has them.
 
-        Raises:
-            RefusedError: The server does not support the request.
-            AnswerError: Its answer is malformed.
-            Undecided: The token budget is spent.
-            GammarayError: It fails or does not answer in time.
+        RefusedError if the server does not support the request, AnswerError if its answer is malformed,
+        Undecided if the token budget is spent, another GammarayError if it fails or does not answer in time.
         """
         return await self._within_budget(prompt, fields, self._whole)
 

@@ -87,17 +87,12 @@ class Position:
     def read(cls, cells: Cells, num_listed: int, hidden: Container[Hashable] = ()) -> Position | None:
         """Return the cells of a position; None if too few tokens are listed to know them.
 
-        Cells are the tokens above the (n - 1 - n // 8)-th of the n most likely ones. This excludes a drawn
-        token that was added or took the last place, even if probabilities tie or a few entries of equal text
-        are lost. Texts with U+FFFD may stand for many tokens and belong to the rest.
-
-        Args:
-            num_listed: Number n of the `cells`, without an added token.
-            hidden: Tokens that are not reported when they are drawn, such as an end-of-sequence token. The
-                probabilities are those given that none of them is drawn.
-
-        Raises:
-            InvalidArgumentError: A log-probability is NaN or above 0, or the probabilities exceed 1 together.
+        Cells are the tokens above the (n - 1 - n // 8)-th of the n = `num_listed` most likely ones. This
+        excludes a drawn token that was added or took the last place, even if probabilities tie or a few
+        entries of equal text are lost. Texts with U+FFFD may stand for many tokens and belong to the rest.
+        Probabilities are those given that no token of `hidden` is drawn, which are not reported then, such as
+        an end of sequence. InvalidArgumentError if a log-probability is NaN or above 0, or the probabilities
+        exceed 1 together.
         """
         pairs = list(cells.items() if isinstance(cells, Mapping) else cells)
         for token, value in pairs:
@@ -168,7 +163,6 @@ class Family:
 
     @property
     def labels(self) -> list[str]:
-        """Names of the alternatives."""
         if self is TEMPERATURES:
             return [f"temperature {1 / (1 + size):.3g}" for size in self.sizes]
         return [f"{self.name}: {size:g}" for size in self.sizes]
@@ -350,11 +344,9 @@ class LawTest(Wealth):
     ) -> Position | None:
         """Count a token, and return the cells of its position; None if it is hidden or they are not known.
 
-        `cells` are the `top_logprobs` of its position. `drafted` is what a reference drafter proposes there,
-        to bet on a share of its tokens; it must follow from the tokens before alone.
-
-        Raises:
-            InvalidArgumentError: `cells` are no log-probabilities of a distribution.
+        `cells` are the `top_logprobs` of its position; InvalidArgumentError if they are of no distribution.
+        `drafted` is what a reference drafter proposes there, to bet on a share of its tokens; it must follow
+        from the tokens before alone.
         """
         if token in self._hidden:
             return None

@@ -127,7 +127,6 @@ class Subject:
         return "seed" not in self.server.refused and not self.failed("seed")
 
     def failed(self, check: str) -> bool:
-        """Whether a check has failed before."""
         found = self.findings.get(check)
         return found is not None and found.result.status is Status.FAILED
 
@@ -167,7 +166,6 @@ async def _refusal(server: Endpoint, fields: dict[str, Any]) -> str | None:
 
 
 def default_prompts() -> list[str]:
-    """Return the prompts that are shipped."""
     text = resources.files("gammaray.audit").joinpath("prompts.jsonl").read_text(encoding="utf-8")
     return [json.loads(line)["prompt"] for line in text.splitlines()]
 

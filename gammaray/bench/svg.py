@@ -28,12 +28,9 @@ def bar_chart(
     base: float | None = None,
     colours: Sequence[str] = COLOURS,
 ) -> str:
-    """Return grouped bars with a number above each.
+    """Return grouped bars, each series with a value in each group and a number above it; None leaves one out.
 
-    Args:
-        groups: Names along the horizontal axis.
-        series: Name of a series -> its value in each group; None leaves a bar out.
-        base: Value that a line marks, such as 1.0 for ratios.
+    A line marks the value `base`, such as 1.0 for ratios.
     """
     values = [value for found in series.values() for value in found if value is not None]
     top, ticks = _scale(max(values, default=1.0))

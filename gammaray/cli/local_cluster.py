@@ -36,9 +36,7 @@ class LocalCluster(NamedTuple):
 async def local_cluster(*models: str) -> AsyncIterator[LocalCluster]:
     """Start a cluster with the options of `gammaray up` that name its models, and stop it in the end.
 
-    Raises:
-        NotServedError: It ended before it was ready.
-        UnavailableError: It was not ready in time.
+    NotServedError if it ended before it was ready, UnavailableError if it was not ready in time.
     """
     ports = [option for name in ("--http-port", "--grpc-port") for option in (name, str(free_port()))]
     with tempfile.TemporaryFile("w+") as errors:

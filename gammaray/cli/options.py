@@ -32,15 +32,11 @@ class Connection:
     cert_file: Path | None  # PEM file of the client certificate
     key_file: Path | None  # PEM file of its private key
 
-    def client(self) -> AsyncClient:
-        """Return a client of the gRPC API."""
-        return AsyncClient(**asdict(self))
-
     def call(self, work: Callable[[AsyncClient], Awaitable[_Result]]) -> _Result:
-        """Connect, do `work`, and return its result."""
+        """Connect to the gRPC API, do `work`, and return its result."""
 
         async def run() -> _Result:
-            async with self.client() as client:
+            async with AsyncClient(**asdict(self)) as client:
                 return await work(client)
 
         return asyncio.run(run())

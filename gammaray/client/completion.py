@@ -13,31 +13,18 @@ from gammaray.types import Chunk, EmittedToken, FinishReason, PromptLogprobs, Sp
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished completion.
+    """A finished completion."""
 
-    Args:
-        text: The text, cut before a stop string.
-        tokens: The emitted tokens with their origins.
-        finish_reason: Why the completion ended.
-        usage: Token counts.
-        summary: Speculation summary.
-        seed: The seed used: the same request with it gives the same tokens.
-        session_id: The session.
-        prompt_logprobs: Log-probabilities of the prompt, if requested.
-        receipt: The signed receipt, for `gammaray check`; empty if none was requested.
-        form: The form that was asked for.
-    """
-
-    text: str
-    tokens: tuple[EmittedToken, ...]
+    text: str  # cut before a stop string
+    tokens: tuple[EmittedToken, ...]  # the emitted tokens with their origins
     finish_reason: FinishReason
     usage: Usage
     summary: SpeculationSummary
-    seed: int
+    seed: int  # the seed used: the same request with it gives the same tokens
     session_id: str
-    prompt_logprobs: PromptLogprobs | None = None
-    receipt: str = ""
-    form: OutputForm = field(default=OutputForm(), repr=False, compare=False)
+    prompt_logprobs: PromptLogprobs | None = None  # if requested
+    receipt: str = ""  # the signed receipt, for `gammaray check`; empty if none was requested
+    form: OutputForm = field(default=OutputForm(), repr=False, compare=False)  # that was asked for
 
     @property
     def parsed(self) -> Any:

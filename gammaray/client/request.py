@@ -75,9 +75,8 @@ def build_request(prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generat
 def build_with_form(prompt: Prompt, options: GenerateOptions) -> tuple[GenerationRequest, OutputForm]:
     """Return the validated request for a prompt and options, and the form of its completion.
 
-    Raises:
-        InvalidArgumentError: Names the first invalid field, its value and what is allowed.
-        TypeError: An unknown option, or options given together with a GenerationRequest.
+    InvalidArgumentError names the first invalid field, its value and what is allowed; TypeError an unknown
+    option, or options given together with a GenerationRequest.
     """
     if isinstance(prompt, GenerationRequest):
         if options:

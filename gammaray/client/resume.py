@@ -42,11 +42,9 @@ async def stream_completion(
 ) -> AsyncGenerator[Chunk, None]:
     """Yield the chunks of a completion; closing the generator ends the call.
 
-    A stored request without a session id gets one. A `timeout_s` of None is the transport's.
-
-    Raises:
-        UnavailableError: The call of a completion that is not stored broke after its first token.
-        GammarayError: A permanent failure, or one that outlasted the retries; see `RetryPolicy`.
+    A stored request without a session id gets one. A `timeout_s` of None is the transport's. UnavailableError
+    if the call of a completion that is not stored broke after its first token; else the GammarayError of a
+    permanent failure, or of one that outlasted the retries, see `RetryPolicy`.
     """
     if request.store:
         request = replace(request, session_id=request.session_id or uuid.uuid4().hex)

@@ -42,20 +42,14 @@ _TLS_PORT = 443
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Number and delays of retries of failed calls.
+    """Number and delays of retries of failed calls."""
 
-    Args:
-        max_attempts: Attempts in total, including the first, at a cluster that has never answered. 1: calls
-            are never retried, and streams not resumed.
-        initial_delay_s: Upper bound of the first delay, in seconds; it doubles with each further one.
-        max_delay_s: Upper bound of every delay, in seconds.
-        resume_s: Once the cluster has answered: how long to retry a completion without progress, in seconds.
-    """
-
+    # Attempts in total, including the first, at a cluster that has never answered. 1: calls are never
+    # retried, and streams not resumed.
     max_attempts: int = 5
-    initial_delay_s: float = 0.2
-    max_delay_s: float = 1.0
-    resume_s: float = 60.0
+    initial_delay_s: float = 0.2  # upper bound of the first delay; it doubles with each further one
+    max_delay_s: float = 1.0  # upper bound of every delay
+    resume_s: float = 60.0  # once the cluster has answered: how long to retry a completion without progress
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
@@ -71,17 +65,9 @@ class RetryPolicy:
 class Transport:
     """A channel to one endpoint, opened at the first call, in the event loop of that call.
 
-    Args:
-        api_key: Sent as bearer token; None sends none.
-        timeout_s: Default deadline of calls, in seconds.
-        credentials: gRPC channel credentials; None: made from `tls`.
-        tls: TLS options; None is plain text.
-
-    Attributes:
-        has_answered: Whether the cluster has ever answered a call.
-
-    Raises:
-        InvalidArgumentError: A malformed address, key or timeout.
+    `api_key` is sent as bearer token, `timeout_s` the default deadline of calls, and `credentials` are made
+    from `tls` if they are None; without both it is plain text. `has_answered` tells whether the cluster has
+    ever answered a call. InvalidArgumentError for a malformed address, key or timeout.
     """
 
     def __init__(
@@ -141,10 +127,8 @@ class Transport:
 
         A call that fails with UNAVAILABLE is retried within its deadline. So is one that was cancelled by
         another party than the caller, which is how a proxy reports a replica that died. An attempt may take
-        half of the time that is left: a proxy may pass it to a replica that stops and never answers.
-
-        Raises:
-            GammarayError: The subclass that fits the status.
+        half of the time that is left: a proxy may pass it to a replica that stops and never answers. The
+        GammarayError of a failure is the subclass that fits its status.
         """
         deadline, attempt = self.deadline(timeout_s), 0
         while True:

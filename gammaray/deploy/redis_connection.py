@@ -109,10 +109,9 @@ class RetryingRedis(Redis):
     async def repeated(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await `call` until it succeeds or the retries are exhausted.
 
-        Raises:
-            RefusedError: Redis refused it with one of `PASSING`.
-            UnavailableError: No connection became free in time, or the password is wrong; not repeated.
-            RedisError: Another error reply, or Redis cannot be reached.
+        RefusedError if Redis refused it with one of `PASSING`. UnavailableError, at once, if no connection
+        became free in time or the password is wrong. RedisError for another error reply, or if Redis cannot
+        be reached.
         """
 
         async def attempt() -> T:
@@ -148,11 +147,9 @@ class RetryingRedis(Redis):
 def connect(redis_url: str, *, timeout_s: float, num_retries: int, max_connections: int = 2) -> RetryingRedis:
     """Return a client, which connects on first use, for a URL as in the module's docstring.
 
-    Args:
-        timeout_s: Upper bound of one attempt to connect, of the wait for one reply, and of the wait for one
-            of at most `max_connections`, in seconds.
-        num_retries: Retries of a command while Redis cannot be reached or refuses it temporarily; the delay
-            grows from 0.05 s to 0.5 s.
+    One attempt to connect, the wait for a reply, and that for one of at most `max_connections` take
+    `timeout_s` each at most. Commands are retried while Redis cannot be reached or refuses them temporarily,
+    after delays from 0.05 s to 0.5 s.
     """
     options: dict[str, Any] = {
         "max_connections": max_connections,

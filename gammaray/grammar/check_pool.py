@@ -93,12 +93,9 @@ class CheckPool:
         """Begin a check; the result is the seconds of CPU time that it took, or an error.
 
         A later step, for one token or mask, takes at most a few milliseconds or as long as the check.
-
-        Raises:
-            InvalidArgumentError: The grammar is wrong, unsupported, or exceeds the limits, or llguidance
-                cannot use the tokenizer.
-            ResourceExhaustedError: The check took too long without having used its CPU time.
-            UnavailableError: The process was ended from outside, twice, or cannot be started.
+        InvalidArgumentError if the grammar is wrong, unsupported, or exceeds the limits, or llguidance cannot
+        use the tokenizer; ResourceExhaustedError if the check took too long without having used its CPU time;
+        UnavailableError if the process was ended from outside, twice, or cannot be started.
         """
         return self._threads.submit(self._run, check)
 

@@ -76,13 +76,9 @@ class GrammarCompiler:
         """Compile a grammar, and return its state before the first token.
 
         For a grammar that has passed a check this takes no longer than the check, whose limits of time and
-        memory are those of `check_pool`: it repeats a part of the same work.
-
-        Args:
-            end_token_ids: Tokens that end this completion; None for the end-of-sequence tokens.
-
-        Raises:
-            InvalidArgumentError: The grammar is wrong, unsupported or too complex.
+        memory are those of `check_pool`: it repeats a part of the same work. `end_token_ids` end this
+        completion; None: the end-of-sequence tokens. InvalidArgumentError if the grammar is wrong,
+        unsupported or too complex.
         """
         matcher = self._compile(grammar)
         _check(matcher, _COMPILABLE)
@@ -111,13 +107,8 @@ class GrammarState:
     rolled back may return the mask of the text before (llguidance keeps the last mask, and finds it by
     the number of rows and the state of the lexer alone).
 
-    Args:
-        beginning: A matcher at its beginning.
-        compile_matcher: Returns another one.
-        vocab_size: Number of token ids of the model; no other one is possible.
-        eos_token_ids: Tokens that end the completion. They are possible where the grammar is complete, and
-            whatever follows one is not tested.
-        matcher_eos: End-of-sequence tokens of the matcher itself.
+    The completion ends with one of `eos_token_ids`, possible where the grammar is complete; what follows one
+    is not tested. `matcher_eos` are those of the matcher itself.
     """
 
     def __init__(
@@ -167,19 +158,12 @@ class GrammarState:
         return self._num_tokens > len(self._read)
 
     def masks(self, paths: Sequence[Sequence[int]]) -> list[bytes | None]:
-        """Return the possible tokens after each path that follows the tokens so far.
+        """Return the possible tokens after each path, in any order, that follows the tokens so far.
 
-        Args:
-            paths: Tokens after the completion; any order.
-
-        Returns:
-            For each path a bit per token id, lowest first. None if the path itself is not possible, or
-            contains an end of sequence. Empty if the limits do not allow the mask after this path: no token
-            may be taken there, and the mask is possible once the path is part of the completion, unless the
-            completion itself exceeds the limits.
-
-        Raises:
-            InvalidArgumentError: The tokens so far exceed the limits of complexity.
+        For each path that is a bit per token id, lowest first. None if the path itself is not possible, or
+        contains an end of sequence. Empty if the limits do not allow the mask after this path: no token may
+        be taken there, and the mask is possible once the path is part of the completion, unless the
+        completion itself exceeds the limits: then InvalidArgumentError.
         """
         masks: list[bytes | None] = [None] * len(paths)
         if self.is_ended:

@@ -55,9 +55,8 @@ _PATTERNS = {r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]
 def prepare(root: dict[str, Any], field: str) -> None:
     """Change a schema to one that llguidance follows, which may have fewer texts.
 
-    Raises:
-        InvalidArgumentError: `field` is nested too deeply, has a number that is too large, a `minProperties`
-            that repeated keys would count for, or a `oneOf` whose alternatives may match the same value.
+    InvalidArgumentError if `field` is nested too deeply, has a number that is too large, a `minProperties`
+    that repeated keys would count for, or a `oneOf` whose alternatives may match the same value.
     """
     schemas = list(_schemas(root, field))
     is_scattered = any(_is_scattered(schema) for _, schema in schemas)

@@ -48,12 +48,10 @@ _GRAMMAR = "strings, expressions, alternatives and repetition"
 
 
 def check_syntax(grammar: str, tokenizer: LLTokenizer) -> None:
-    """Check that a grammar has no part that cannot be served, in a time that grows like its length.
+    """Raise InvalidArgumentError if a grammar has a part that cannot be served, in time linear in its length.
 
-    A grammar without such a character passes even if it is wrong: to compile it fails.
-
-    Raises:
-        InvalidArgumentError: It has such a part, or it has the character of one and cannot be parsed.
+    A grammar without the character of such a part passes even if it is wrong: to compile it fails. One that
+    has it and cannot be parsed is refused.
     """
     check_encodable("grammar", grammar)
     probe = _PART.sub(_REJECTED, grammar)

@@ -39,10 +39,8 @@ def json_rule(schema: Mapping[str, Any] | bool, field: str = "json_schema") -> s
     The texts have the whitespace of `json.dumps`. Objects with `properties` have no others, unless the schema
     says so: by `additionalProperties` or `patternProperties`, by a required property that is not listed, or
     because several places describe one object, such as `allOf`. A `format` that llguidance does not know is
-    ignored, as JSON Schema allows.
-
-    Raises:
-        InvalidArgumentError: `field` is no object or boolean, or is no JSON; and what `prepare` raises.
+    ignored, as JSON Schema allows. InvalidArgumentError if `field` is no object or boolean, or is no JSON,
+    and as `prepare`.
     """
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidArgumentError(field, schema, "a JSON schema, which is an object")
@@ -81,7 +79,6 @@ def choice_grammar(choices: Sequence[str], field: str = "choice") -> str:
 
 
 def literal(text: str) -> str:
-    """Return the Lark string of a text."""
     return _escaped(json.dumps(text, ensure_ascii=False))
 
 

@@ -139,7 +139,6 @@ class DrafterState(BaseModel):
         return self.versions[-1].number if self.versions else 0
 
     def with_status(self, number: int, status: Status, reason: str = "") -> DrafterState:
-        """Return the state with another status of one version."""
         changed = self.version(number).model_copy(update={"status": status, "reason": reason})
         versions = tuple(changed if one.number == number else one for one in self.versions)
         return self.model_copy(update={"versions": versions})
@@ -410,7 +409,6 @@ class LearningFolder:
         return DrafterFolder(self.path / name)
 
     def stores(self) -> Iterator[DrafterFolder]:
-        """Yield the drafters that have a folder."""
         for path in sorted(self.path.glob("*")):
             if path.is_dir() and _is_drafter(path.name):
                 yield DrafterFolder(path)

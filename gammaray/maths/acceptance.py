@@ -59,10 +59,9 @@ class SpeculationCounters:
     ) -> None:
         """Count one cycle.
 
-        Args:
-            tested: Proposed tokens that were tested: the accepted ones, plus one if a token was rejected.
-            emitted: Tokens emitted; fewer than accepted + 1 if the completion was truncated.
-            plain_cycle_s: Current seconds of a cycle at gamma 0, or None if unknown.
+        The `tested` tokens are the accepted ones, plus one if a token was rejected; `emitted` are fewer than
+        accepted + 1 if the completion was truncated. `plain_cycle_s` is the current time of a cycle at gamma
+        0, None if unknown.
         """
         if self.cycles > 0 and plain_cycle_s is not None:
             self.decode_s += cycle_s

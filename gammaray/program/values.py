@@ -40,7 +40,6 @@ class FloatRange(click.FloatRange):
 
 
 def temperature(text: str) -> float:
-    """Parse a temperature."""
     value = float(text)
     check_number("temperature", value, 0, 100)
     return value

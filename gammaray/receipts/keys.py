@@ -87,9 +87,7 @@ def read_receipt_keys(path: Path) -> tuple[ReceiptKey, ...]:
 def rotate(path: Path) -> tuple[ReceiptKey, ...]:
     """Add a key to a file, made if missing; former keys lose their private part. Return the public parts.
 
-    Raises:
-        InvalidArgumentError: The file cannot be used.
-        FailedPreconditionError: The package cryptography is not installed.
+    InvalidArgumentError if the file cannot be used, FailedPreconditionError without the package cryptography.
     """
     private = _ed25519().Ed25519PrivateKey.generate()
     x = b64(private.public_key().public_bytes_raw())

@@ -16,17 +16,11 @@ _PEM = "a PEM file"
 
 @dataclass(frozen=True)
 class ClientTls:
-    """TLS options of a connection.
+    """TLS options of a connection; all files are PEM."""
 
-    Args:
-        ca_file: PEM file of the trusted authorities; None: those of the system.
-        cert_file: PEM file of the client certificate, with its chain, for servers that require one.
-        key_file: PEM file of its private key; None: it is in `cert_file`.
-    """
-
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
+    ca_file: Path | None = None  # the trusted authorities; None: those of the system
+    cert_file: Path | None = None  # the client certificate, with its chain, for servers that require one
+    key_file: Path | None = None  # its private key; None: it is in `cert_file`
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return the credentials of a gRPC channel; raises what `context` does."""
@@ -70,10 +64,8 @@ def client_tls(
     """Return the TLS options of a connection; None for plain text.
 
     Without a `tls` they are implied by a file, or by an address with https:// or grpcs://.
-
-    Raises:
-        InvalidArgumentError: Files are given with `tls` disabled, a key without a certificate, or a file that
-            cannot be used.
+    InvalidArgumentError for files with `tls` disabled, a key without a certificate, or a file that cannot be
+    used.
     """
     files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
     named = [name for name, file in files.items() if file]

@@ -37,15 +37,9 @@ def metrics_address(listen: str) -> tuple[str, range]:
 class MetricsExport:
     """Serves a process's meter, and its memory, CPU time and open files, until it is stopped.
 
-    Must be created in the process's event loop.
-
-    Args:
-        listen: host:port of the endpoint; port 0 takes any free port, a range `first-last` the first free
-            one; empty: none.
-        kernel: What computes a worker's model, see `ProcessStatus.kernel`; empty for an orchestrator.
-
-    Raises:
-        InvalidArgumentError: The address is invalid, or no port of it is free.
+    Must be created in the process's event loop. Port 0 of `listen` is any free port, a range `first-last` the
+    first free one, "" none; InvalidArgumentError if the address is invalid or no port of it is free. `kernel`
+    is that of `ProcessStatus`, empty for an orchestrator.
     """
 
     def __init__(self, meter: Meter, *, role: str, model: str, listen: str, kernel: str = "") -> None:

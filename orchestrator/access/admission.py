@@ -44,12 +44,9 @@ class _Tenant:
 class Admission:
     """Limits the numbers of requests that run (`num_running`) and that wait (`num_waiting`).
 
-    Args:
-        capacity: Most requests that run at once.
-        max_waiting: Most requests that wait, over all tenants; 0 rejects requests that cannot run at once.
-        max_wait_s: Longest wait of a request.
-        tenant_capacity: Most requests of one named tenant that run at once; None for `capacity`. A smaller
-            value keeps a tenant whose requests never end from taking every place.
+    At most `capacity` run at once, of one named tenant `tenant_capacity`, None for all: a smaller value keeps
+    a tenant whose requests never end from taking every place. At most `max_waiting` wait, over all tenants,
+    for `max_wait_s`; with 0 requests that cannot run at once are rejected.
     """
 
     def __init__(
@@ -77,9 +74,8 @@ class Admission:
     async def place(self, caller: Caller) -> AsyncIterator[None]:
         """Wait for a place, and hold it inside the context.
 
-        Raises:
-            ResourceExhaustedError: The queue is full, or the wait took too long; it has a retry delay.
-            DeadlineExceededError: The caller's own deadline came first.
+        ResourceExhaustedError, with a retry delay, if the queue is full or the wait took too long;
+        DeadlineExceededError if the caller's own deadline came first.
         """
         await self._enter(caller)
         since = time.monotonic()

@@ -58,12 +58,10 @@ ANONYMOUS = Caller()
 
 
 class Authenticator:
-    """Authenticates callers.
+    """Authenticates callers by a key file, read again when it changes; None: all are one unnamed tenant.
 
-    Args:
-        path: The key file, read again when it changes; None accepts all callers, as one unnamed tenant.
-        probe_key_sha256: Hash of the launcher's own key; empty: there is none.
-        local_only: Reject gRPC calls from other machines, also if the port is bound to all interfaces.
+    `probe_key_sha256` is the hash of the launcher's own key, if there is one. `local_only` rejects gRPC calls
+    from other machines, also if the port is bound to all interfaces.
     """
 
     def __init__(
@@ -82,8 +80,7 @@ class Authenticator:
     def identify(self, headers: Mapping[str, str], peer: str = "") -> Caller:
         """Return the caller of a request by its headers, named in lower case, and gRPC's `peer` address.
 
-        Raises:
-            UnauthenticatedError: The required key is missing or wrong, or the call is from another machine.
+        UnauthenticatedError if the required key is missing or wrong, or the call is from another machine.
         """
         if self._local_only and peer and not peer.startswith(_LOCAL_PEERS):
             raise UnauthenticatedError("without API keys this cluster serves its own machine only")

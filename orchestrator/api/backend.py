@@ -26,10 +26,8 @@ class Backend(Protocol):
     def generate(self, request: GenerationRequest, caller: Caller = ANONYMOUS) -> AsyncGenerator[Chunk, None]:
         """Yield the completion piece by piece; closing the iterator cancels it.
 
-        The piece before the prompt is computed `is_opening`.
-
-        Raises:
-            GammarayError: The request is refused (before that piece), or the generation fails (later).
+        The piece before the prompt is computed `is_opening`. A GammarayError before it refuses the request; a
+        later one fails the generation.
         """
         ...
 

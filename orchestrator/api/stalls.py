@@ -18,10 +18,8 @@ async def while_read(pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]
     """Yield pieces; close their generator if one is not taken within `READ_TIMEOUT_S`.
 
     This generator is suspended then, as its last piece is still being sent, but what the other one holds is
-    free: the request's place and its caches. A stored session can be resumed after its last token.
-
-    Raises:
-        UnavailableError: The generator was closed, and the client reads on.
+    free: the request's place and its caches. A stored session can be resumed after its last token. A client
+    that reads on gets UnavailableError.
     """
     loop = asyncio.get_running_loop()
     since: float | None = None  # when the piece was yielded that is not taken yet

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from gammaray.security.tenants import tenant_of
@@ -174,17 +174,13 @@ class Corpus:
             held = min((held for held in indexes if held.entries), key=lambda one: one.entries[0].number)
             before = held.num_tokens
             held.index.drop_oldest()
-            for entry in self._lost_entries(held):
+            while held.entries and held.entries[0].stop <= held.index.start:  # its tokens are all dropped
+                entry = held.entries.popleft()
+                if entry.is_erased:
+                    continue
                 outputs = self._outputs[entry.session_id]
                 outputs.entries.remove(entry)
                 if not outputs.entries:
                     del self._outputs[entry.session_id]
             self._drop_erased(held)
             excess -= before - (held.num_tokens if held.entries else 0)
-
-    def _lost_entries(self, held: _TenantIndex) -> Iterator[_Entry]:
-        """Remove the entries whose tokens are all dropped; yield those that were not erased."""
-        while held.entries and held.entries[0].stop <= held.index.start:
-            entry = held.entries.popleft()
-            if not entry.is_erased:
-                yield entry

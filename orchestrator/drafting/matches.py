@@ -27,9 +27,11 @@ class TextDrafter(Protocol):
         """
 
 
-def to_proposal(match: Match, session: Session) -> Proposal:
-    """Return a match as a proposal, with the distributions that the session's verification needs."""
-    distributions = None
+def to_proposal(match: Match | None, session: Session, depth: int) -> Proposal:
+    """Return at most `depth` tokens of a match, with the distributions that the verification needs."""
+    if match is None:
+        return Proposal()
+    token_ids, distributions = match.token_ids[:depth], None
     if session.needs_draft_distributions:
-        distributions = tuple(SparseDistribution((token_id,), (2,), 1) for token_id in match.token_ids)
-    return Proposal(match.token_ids, draft_distributions=distributions, drafter=match.kind)
+        distributions = tuple(SparseDistribution((token_id,), (2,), 1) for token_id in token_ids)
+    return Proposal(token_ids, draft_distributions=distributions, drafter=match.kind)

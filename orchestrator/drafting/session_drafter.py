@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
-from gammaray.types import DrafterKind, Proposal
+from gammaray.types import DrafterKind
 from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.session import Session
@@ -102,9 +102,9 @@ class SessionDrafter:
             except GammarayError as error:
                 _log.debug("session %s continues without its draft model: %s", session.session_id, error)
             match = max(self.matches(session), key=lambda match: match.length, default=None)
-            return replace(_proposal(match, session, shape), is_fallback=True)
+            return replace(to_proposal(match, session, shape.depth), is_fallback=True)
         matches = (match for match in self.matches(session) if match.kind is shape.drafter)
-        return _proposal(next(matches, None), session, shape)
+        return to_proposal(next(matches, None), session, shape.depth)
 
     @property
     def address(self) -> str:
@@ -117,12 +117,6 @@ class SessionDrafter:
     def release(self, session: Session) -> None:
         if self._remote is not None:
             self._remote.release(session)
-
-
-def _proposal(match: Match | None, session: Session, shape: Shape) -> Proposal:
-    if match is None:
-        return Proposal()
-    return to_proposal(replace(match, token_ids=match.token_ids[: shape.depth]), session)
 
 
 class DrafterChoice:

@@ -304,6 +304,7 @@ def _start_redis(directory: Path, started: ExitStack) -> RedisServer:
 
 def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
     """Deploy the applications; they start at the same time."""
+    import ray
     from ray import serve
 
     from orchestrator.app import build
@@ -313,22 +314,23 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
         "target": (of_role["target"], settings.target_workers),
         "draft": (of_role["draft"], settings.draft_workers),
     }
-    resources = _worker_resources(settings)
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+    gpus = worker_gpus(settings, num_gpus)
     environment: dict[str, Any] = {}
     usual = WorkerSettings(**environment)
     cores: dict[str, tuple[int, ...]] = dict.fromkeys(workers, ())
-    if not resources["target"]["num_gpus"] and hasattr(psutil.Process, "cpu_affinity"):
+    if not gpus["target"] and hasattr(psutil.Process, "cpu_affinity"):
         most = settings.target_workers.maximum, settings.draft_workers.maximum
         cores = worker_cores(psutil.Process().cpu_affinity(), *most, usual.threads)
     for role, (own, _) in workers.items():
-        if 0 < resources[role]["num_gpus"] < 1:  # workers share a GPU, and its memory
-            own["cache_memory_share"] = usual.cache_memory_share * resources[role]["num_gpus"]
+        if 0 < gpus[role] < 1:  # workers share a GPU, and its memory
+            own["cache_memory_share"] = usual.cache_memory_share * gpus[role]
     # Targets report their load even if only the drafters scale: an empty draft pool scales up by it.
     scaling: dict[str, Any] | None = {} if any(size.is_elastic for _, size in workers.values()) else None
     targets = []
     for role, (own, size) in workers.items():
         if size.maximum:
-            worker = _build(role, {**shared, **own}, size, resources[role], scaling, cores[role])
+            worker = _build(role, {**shared, **own}, size, gpus[role], scaling, cores[role])
             targets.append(serve.RunTarget(worker, APPLICATIONS[role].name, None))
     orchestrator = {**shared, **trust.orchestrator, **of_role["orchestrator"]}
     key, local_only = trust.probe_key_sha256, trust.local_only
@@ -337,23 +339,16 @@ def _deploy(settings: ClusterSettings, redis_url: str, trust: Trust) -> None:
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _worker_resources(settings: ClusterSettings) -> dict[str, dict[str, Any]]:
-    import ray
-
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-    gpus = worker_gpus(settings, num_gpus)
-    return {role: {"num_cpus": 0, "num_gpus": count} for role, count in gpus.items()}
-
-
 def _build(
     role: str,
     settings: dict[str, Any],
     size: PoolSize,
-    resources: dict[str, Any],
+    num_gpus: float,
     scaling: dict[str, Any] | None,
     cores: Collection[int],
 ) -> Any:
     application = importlib.import_module("services.serve.app")
+    resources = {"num_cpus": 0, "num_gpus": num_gpus}
     try:
         return application.build(role, settings, size, resources, scaling, cores=cores)
     except ValidationError as error:  # settings from the environment that are not ClusterSettings

@@ -32,9 +32,8 @@ class Trust:
 def check_access(settings: ClusterSettings) -> None:
     """Check, before anything starts, that open access from other machines is intended.
 
-    Raises:
-        InvalidArgumentError: Other machines can reach the APIs without a key, and `api_keys_file` does not
-            say so; a key file cannot be read, or has no keys.
+    InvalidArgumentError if other machines can reach the APIs without a key, and `api_keys_file` does not say
+    so; or if a key file cannot be read, or has no keys.
     """
     if settings.receipt_keys_file:
         read_receipt_keys(Path(settings.receipt_keys_file))

@@ -62,10 +62,9 @@ def connect(redis_url: str) -> RetryingRedis:
 async def answer(call: Awaitable[T]) -> T:
     """Await a call to Redis and convert its errors.
 
-    Raises:
-        UnavailableError: Redis cannot be reached or refuses commands, after the retries.
-        ResourceExhaustedError: Redis is out of memory; has a retry delay.
-        InternalError: Redis refused the command.
+    UnavailableError if Redis cannot be reached or refuses commands, after the retries;
+    ResourceExhaustedError, with a retry delay, if it is out of memory; InternalError if it refused the
+    command.
     """
     try:
         return await call
@@ -85,11 +84,8 @@ async def answer(call: Awaitable[T]) -> T:
 async def wait_for_redis(redis_url: str, timeout_s: float) -> None:
     """Wait until Redis answers, and check which server it is; a timeout of 0 tries once.
 
-    Error messages omit the password of the URL.
-
-    Raises:
-        InvalidArgumentError: The URL is not a Redis URL, or the server is not a supported one.
-        UnavailableError: Redis does not answer in time, or the password is wrong.
+    InvalidArgumentError if the URL is none of Redis, or the server is not a supported one; UnavailableError
+    if it does not answer in time, or the password is wrong. Messages omit the password of the URL.
     """
     began, shown, is_waiting = time.monotonic(), without_password(redis_url), False
     redis = redis_connection.connect(redis_url, timeout_s=CHECK_TIMEOUT_S, num_retries=0)

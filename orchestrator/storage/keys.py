@@ -42,11 +42,8 @@ class StoreBounds:
     async def admitted(self, call: Callable[[], Awaitable[Any]], name: str, ttl_ms: int, field: str) -> int:
         """Run a script that may be refused for exceeding a bound; return its result if it is admitted.
 
-        `name` is qualified, and `field` of the request too large if waiting cannot help.
-
-        Raises:
-            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay up to `ttl_ms`.
-            InvalidArgumentError: The request alone may exceed that bound.
+        `name` is qualified, and `field` of the request too large if waiting cannot help: then
+        InvalidArgumentError, else ResourceExhaustedError with a retry delay up to `ttl_ms`.
         """
         while True:
             code, *refusal = await answer(call())

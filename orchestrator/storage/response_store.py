@@ -128,7 +128,6 @@ class ResponseStore:
         return StoredResponse(*found)
 
     async def delete(self, name: str) -> bool:
-        """Delete a response; return whether it existed."""
         return bool(await answer(self._delete(keys=self._keys.response(name), args=self._common(name))))
 
     async def close(self) -> None:

@@ -144,7 +144,6 @@ def fields_of(session: Session) -> list[Any]:
 
 
 def pack_request(request: bytes, prompt: Sequence[int]) -> bytes:
-    """Serialise a request and its prompt for the store."""
     return struct.pack("<I", len(request)) + request + struct.pack(f"<{len(prompt)}I", *prompt)
 
 
@@ -188,9 +187,8 @@ class RedisStore:
     async def create(self, session: Session, request: bytes) -> None:
         """Store a new session, owned by the caller; sets its epoch.
 
-        Raises:
-            FailedPreconditionError: A session with this name exists.
-            GammarayError: As `StoreBounds.admitted`.
+        FailedPreconditionError if a session with this name exists; else errors are those of
+        `StoreBounds.admitted`.
         """
         if not await self._begin(session, request):
             raise FailedPreconditionError(f"session {name_of(session.session_id)} already exists")
@@ -198,10 +196,8 @@ class RedisStore:
     async def next_turn(self, session: Session, request: bytes, before: StoredSession) -> None:
         """Begin the turn after `before`, which has finished; sets the session's epoch.
 
-        Raises:
-            FailedPreconditionError: The session has changed since `before` was read.
-            NotFoundError: The session was deleted or has expired.
-            GammarayError: As `StoreBounds.admitted`.
+        FailedPreconditionError if the session has changed since `before` was read, NotFoundError if it was
+        deleted or has expired; else errors are those of `StoreBounds.admitted`.
         """
         if not await self._begin(session, request, before):
             name = name_of(session.session_id)
@@ -277,10 +273,8 @@ class RedisStore:
         """Become the owner: return the new epoch; commits of the previous owner are refused from now on.
 
         A finished session needs no owner; it keeps its epoch. Its request's `digest` saves a look-up.
-
-        Raises:
-            NotFoundError: No such session.
-            ResourceExhaustedError: What its turn may still emit exceeds a bound; has a retry delay.
+        NotFoundError if there is none; ResourceExhaustedError, with a retry delay, if what its turn may still
+        emit exceeds a bound.
         """
         bounds = await self._bounds.of(session_id)
 
@@ -300,10 +294,8 @@ class RedisStore:
     async def read(self, session_id: str, before: StoredSession | None = None) -> StoredSession:
         """Return a session; the request of an earlier state, `before`, is not read again.
 
-        Raises:
-            NotFoundError: No such session.
-            FailedPreconditionError: An orchestrator with a newer format of sessions stored it.
-            InternalError: Redis lost tokens.
+        NotFoundError if there is none, FailedPreconditionError if an orchestrator with a newer format of
+        sessions stored it, InternalError if Redis lost tokens.
         """
         for _ in range(READ_TRIES):
             now_ms, pairs, data, ttl_ms = await answer(self._read(keys=self._keys.of(session_id)[:2]))
@@ -346,7 +338,6 @@ class RedisStore:
         return found
 
     async def exist(self, session_ids: Sequence[str]) -> list[bool]:
-        """Return, for each session, whether it exists."""
         found: list[bool] = []
         for start in range(0, len(session_ids), LIST_PAGE):
             heads = [self._keys.of(name)[0] for name in session_ids[start : start + LIST_PAGE]]

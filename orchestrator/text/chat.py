@@ -112,7 +112,6 @@ class ChatFormat:
 
 
 def chat_format(tokenizer: Any) -> ChatFormat:
-    """Return the chat format of a tokenizer of transformers."""
     if not tokenizer.chat_template:
         return ChatFormat()
     special = set(tokenizer.all_special_ids)

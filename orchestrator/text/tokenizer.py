@@ -19,6 +19,7 @@ from transformers import (
     TokenizersBackend,
 )
 
+from gammaray.checks import check_encodable
 from gammaray.demo_pair import DEMO_PAIR
 from gammaray.errors import InvalidArgumentError
 from gammaray.grammar.check_pool import CheckPool
@@ -100,12 +101,7 @@ class Tokenizer:
             return None
 
     def _encode(self, backend: Any, text: str, is_start: bool) -> tuple[int, ...]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidArgumentError(
-                "prompt", f"invalid Unicode ({error.reason})", "valid Unicode"
-            ) from None
+        check_encodable("prompt", text)
         token_ids: list[int]
         if backend is None:
             token_ids = self._tokenizer(text, add_special_tokens=is_start, verbose=False)["input_ids"]

@@ -17,11 +17,9 @@ CPU_SHARE = 0.25
 
 
 def cache_budget(device: torch.device, num_bytes: int | None, share: float) -> int:
-    """Return the bytes for keys and values on a device; call it after the weights are loaded.
+    """Return the bytes for keys and values on a device: `num_bytes`, or if it is None by the free memory.
 
-    Args:
-        num_bytes: The budget, if it is set; None: from the free memory.
-        share: Share of a GPU's free memory to use then.
+    Of a GPU's memory that is `share`. Call it after the weights are loaded.
     """
     if num_bytes is not None:
         return num_bytes

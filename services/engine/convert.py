@@ -32,12 +32,8 @@ _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 def convert(path: str, directory: Path) -> None:
     """Write the model and the tokenizer of a GGUF file to a new directory, which appears once it is complete.
 
-    Args:
-        directory: The directory to create; its parents are created, too.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read, or the directory exists.
-        UnsupportedModelError: transformers cannot load the file, or would load another model.
+    InvalidArgumentError if the file cannot be read, or the directory exists; UnsupportedModelError if
+    transformers cannot load the file, or would load another model.
     """
     if directory.exists():
         raise InvalidArgumentError("directory", str(directory), "a directory that does not exist")

@@ -23,10 +23,6 @@ from services.engine.core.kv_cache import CacheShape, CacheStore
 class Engine(CacheStore):
     """One model and the caches of its sessions; built by `services.engine.loader`.
 
-    Args:
-        shape: Of the caches.
-        budget_bytes: Upper bound of all sessions' keys and values together, enforced when caches grow.
-
     Attributes:
         vocab_size: Token ids lie in [0, vocab_size).
         max_context: Positions lie in [0, max_context).
@@ -84,15 +80,9 @@ class Engine(CacheStore):
         return self._draft
 
     def step(self, feeds: Sequence[SequenceInput], idle_until: c_int32 | None = None) -> list[Tensor]:
-        """Run one forward over all feeds; `idle_until` is as in `Batch`.
+        """Run one forward over all feeds; return for each its logits [num_logits, vocab_size] in float32.
 
-        Returns:
-            For each feed its logits [num_logits, vocab_size] in float32.
-
-        Raises:
-            ValueError: A feed is malformed, or a session is fed twice; nothing was changed.
-            CacheGapError: A feed starts past its session's cache; nothing was changed.
-            CacheFullError: The step does not fit the cache budget; nothing was changed.
+        `idle_until` is as in `Batch`. Raises what `plan_batch` does; nothing was changed then.
         """
         self.taps = []
         if not feeds:
@@ -113,15 +103,11 @@ class Engine(CacheStore):
     def tap(self, layers: Sequence[int]) -> None:
         """From now on record in `taps` the hidden states of all tokens that a step feeds.
 
-        That includes tokens without logits: chunks of a prompt, and nodes of trees. Logits do not change.
-
-        Args:
-            layers: Ids in [0, num_layers], in any order, also repeated; empty to stop recording. Below
-                num_layers: the residual stream that enters this decoder layer, so 0 is the embedding as it
-                enters the first layer. num_layers: what enters the model's final norm.
-
-        Raises:
-            InvalidArgumentError: There is no such layer, or the hidden states of this model cannot be found.
+        That includes tokens without logits: chunks of a prompt, and nodes of trees. Logits do not change. The
+        ids of layers, in [0, num_layers], have any order, also repeated; none stop recording. Below
+        num_layers it is the residual stream that enters this decoder layer, so 0 is the embedding as it
+        enters the first layer; num_layers is what enters the model's final norm. InvalidArgumentError if
+        there is no such layer, or the hidden states of this model cannot be found.
         """
         for layer in layers:
             if not isinstance(layer, int) or not 0 <= layer <= self.num_layers:
@@ -156,7 +142,8 @@ class Engine(CacheStore):
     ) -> tuple[list[int], Tensor]:
         """Draft in one call: feed a chain, then repeatedly the token with the largest score after the last.
 
-        It is for drafters: hidden states are not recorded, and `taps` is left as it is.
+        It is for drafters: hidden states are not recorded, and `taps` is left as it is. Errors are those of
+        `step`.
 
         Args:
             feed: A chain; one forward feeds its tokens up to the first one with logits, and each further
@@ -170,9 +157,6 @@ class Engine(CacheStore):
         Returns:
             The tokens that were fed, at least those of the first forward, and the logits of each forward,
             [forwards, vocab_size].
-
-        Raises:
-            ValueError, CacheGapError, CacheFullError: As `step`.
         """
         batch = self._plan([feed])
         stop = c_int32() if stop is None else stop
@@ -184,10 +168,8 @@ class Engine(CacheStore):
     def skip(self, session_id: str, token_ids: Sequence[int]) -> None:
         """Begin a session after tokens that are not fed: no later token attends to them.
 
-        Only heads take this, whose features of these positions are missing.
-
-        Raises:
-            CacheFullError: They do not fit the cache budget; nothing was changed.
+        Only heads take this, whose features of these positions are missing. CacheFullError if they do not fit
+        the cache budget; nothing was changed.
         """
         (cache,) = self.reserve_all({session_id: len(token_ids)})
         cache.truncate(0)

@@ -46,8 +46,7 @@ def load_engine(
 
     Args:
         model: Directory or hub name; of a drafter also `early-exit:N`.
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: "auto" (as for `load_model`), "float32", "bfloat16" or "float16".
+        device, dtype: As for `load_model`.
         threads: Arithmetic threads of this process.
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
         deterministic: Logits are bit-identical whatever else is in a step: the compiled kernel sums a row

@@ -139,16 +139,11 @@ class EagleHead(nn.Module):
     def forward(
         self, token_ids: Tensor, features: Tensor, positions: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer.
+        """Run the layer on token ids [1, rows], with the feature of the position before each.
 
-        Args:
-            token_ids: [1, rows].
-            features: [1, rows, hidden_size], of the position before each token.
-            positions: [1, rows], for the rotary embedding.
-            attend: Attention over what was fed before and these rows.
-
-        Returns:
-            What `logits` takes and what stands in for the next feature, both [1, rows, hidden_size].
+        Features are [1, rows, hidden_size], positions [1, rows]; `attend` sees what was fed before and these
+        rows. Returns what `logits` takes and what stands in for the next feature, both [1, rows,
+        hidden_size].
         """
         embedded = self.embed_tokens(token_ids)
         cos, sin = self.rotary(embedded, positions)

@@ -25,14 +25,10 @@ def names_head(name: str) -> bool:
 
 
 def load_head(name: str, target: str, like: EagleHead | None = None) -> tuple[EagleHead, Tensor | None]:
-    """Load a head for a target.
+    """Load a head in float32 and the target's token of each row of its output, int64, None: row i is token i.
 
-    Args:
-        like: Another head of this target, which shares the embedding with this one if that has none. Nothing
-            of the target is loaded then, which transformers cannot do while a thread computes.
-
-    Returns:
-        The head in float32, and the target's token of each row of its output, int64; None: row i is token i.
+    The head `like`, of this target, shares the embedding with this one if that has none. Nothing of the
+    target is loaded then, which transformers cannot do while a thread computes.
 
     Raises:
         UnsupportedModelError: The format, a flag, a size or a tensor is not supported, missing, damaged, or

@@ -69,10 +69,9 @@ def head_engine(
 ) -> Engine:
     """Return an engine that runs a head on its device, in its type.
 
-    Args:
-        target_ids: The target's token of each row of its output; None: row i is token i.
-        weights: "auto" or "int8", which needs the compiled kernel.
-        uses_kernel: Whether to use the compiled kernel where it covers the head.
+    `target_ids` are the target's token of each row of its output; None: row i is token i. `weights` are
+    "auto" or "int8", which needs the compiled kernel; `uses_kernel` is whether it is used where it covers the
+    head.
     """
     obstacle = kernel_obstacle(head) if uses_kernel else "the engine is transformers"
     if obstacle and weights != "auto":

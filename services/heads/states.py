@@ -12,10 +12,7 @@ from services.engine.core.kv_cache import CacheShape
 class HeadStates:
     """Lays out states like keys of further layers, so that rollback and tree paths move them, too.
 
-    Args:
-        rows: Vectors per token of the head's one layer, which has keys and values.
-        dim: Length of a vector.
-        size: Length of a state.
+    The head's one layer has `rows` vectors of length `dim` per token, keys and values; a state has `size`.
     """
 
     def __init__(self, rows: int, dim: int, size: int) -> None:
@@ -29,8 +26,7 @@ class HeadStates:
     def features(self, batch: Batch) -> Tensor:
         """Return the feature before each row, else the head's state there: [rows, size], contiguous.
 
-        Raises:
-            ValueError: A row has no feature, and the state before it is not in the cache.
+        ValueError if a row has no feature, and the state before it is not in the cache.
         """
         parts = [self.of_first(segment, segment.count) for segment in batch.segments]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)

@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 
 
 def trainer_command(folder: Path, target: str, drafter: str) -> list[str]:
-    """Return the command of the process that trains for a folder."""
     options = {"folder": folder, "target": target, "drafter": drafter, "parent": os.getpid()}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return [sys.executable, "-m", "services.train.live", *arguments]
@@ -42,7 +41,6 @@ class TrainingProcess:
         self._thread.start()
 
     def close(self) -> None:
-        """End the process."""
         with self._starting:
             self._stop.set()
         if (process := self._process) is not None:

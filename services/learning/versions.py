@@ -81,18 +81,11 @@ class LearningSession(Generic[T]):
 
 
 class LoadedDrafters(Generic[T]):
-    """The drafters that a worker has loaded, each in the versions that draft now.
+    """The drafters that a worker has loaded, each in the versions that draft now; `base` is version 0.
 
-    Args:
-        base: The drafter of the start, version 0.
-        load: Loads the version in a directory.
-        command: Starts the process that trains; None: another one does.
-
-    Attributes:
-        first_tokens: Number of proposals by arm (stable, candidate) and outcome of their first token
-            (accepted, rejected).
-
-    Raises InvalidArgumentError if the folder cannot be left to its owner alone.
+    `load` loads the version in a directory, `command` starts the process that trains, unless another one
+    does. `first_tokens` counts proposals by arm (stable, candidate) and outcome of their first token
+    (accepted, rejected). InvalidArgumentError if the folder cannot be left to its owner alone.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ _RANK_AXES = {"lora_A": 0, "lora_B": 1, "lora_embedding_A": 0, "lora_embedding_B
 
 
 def adapter_error(name: str, directory: str, reason: str) -> InvalidArgumentError:
-    """Return the error for an adapter that cannot be served."""
     allowed = f"a LoRA adapter of the target in PEFT's format: {' '.join(reason.split())}"
     return InvalidArgumentError("lora", f"{name}={directory}", allowed)
 
@@ -32,16 +31,15 @@ def adapter_error(name: str, directory: str, reason: str) -> InvalidArgumentErro
 def max_rank(directories: Mapping[str, str]) -> int:
     """Return the setting of vLLM that covers the largest rank of the adapters.
 
-    Raises:
-        InvalidArgumentError: One does not exist, cannot be read or is of another kind, or a tensor has a rank
-            that its configuration does not name, by which vLLM scales the adapter.
+    InvalidArgumentError if one does not exist, cannot be read or is of another kind, or a tensor has a rank
+    that its configuration does not name, by which vLLM scales the adapter.
     """
     largest = 1
     for name, directory in directories.items():
         if is_missing(directory):
             raise adapter_error(name, directory, "the directory does not exist")
         try:
-            stored = json.loads(_file(directory, _CONFIG).read_text())
+            stored = json.loads(stored_file(directory, _CONFIG).read_text())
             kind, ranks = stored["peft_type"], {int(stored["r"])}
             ranks |= set(map(int, (stored.get("rank_pattern") or {}).values()))
         except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
@@ -75,7 +73,7 @@ def _shapes(name: str, directory: str) -> dict[str, Sequence[int]]:
 
 def adapter_sha256(directory: str) -> str:
     """Return the fingerprint of an adapter that has been loaded."""
-    digest = hashlib.sha256(_file(directory, _CONFIG).read_bytes())
+    digest = hashlib.sha256(stored_file(directory, _CONFIG).read_bytes())
     digest.update(_weights(directory).read_bytes())
     return digest.hexdigest()
 
@@ -85,11 +83,12 @@ def _weights(directory: str) -> Path:
     paths = []
     for name in _WEIGHTS:
         with suppress(FileNotFoundError):
-            paths.append(_file(directory, name))
+            paths.append(stored_file(directory, name))
     return next((path for path in paths if path.is_file()), Path(directory) / _WEIGHTS[0])
 
 
-def _file(directory: str, name: str) -> Path:
+def stored_file(directory: str, name: str) -> Path:
+    """Return a file of a model or adapter, from the hub's cache if need be; FileNotFoundError if absent."""
     path = Path(directory) / name
     if path.is_file() or Path(directory).exists():
         return path

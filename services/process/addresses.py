@@ -12,11 +12,7 @@ from gammaray.errors import InvalidArgumentError
 def check_announced(listen: str, redis_url: str, host: str = "") -> None:
     """Refuse to announce an address in a Redis if its other clients cannot dial it.
 
-    Args:
-        listen: host:port of the worker's server.
-        redis_url: Registry that the address is announced in, see `gammaray.deploy.redis_connection`.
-        host: Host that is announced in place of a wildcard; a loopback address: all orchestrators are on this
-            machine.
+    `host` is announced in place of a wildcard; a loopback address: all orchestrators are on this machine.
     """
     listening, port = split_address("listen", listen)
     if is_wildcard(listening) and host:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoTokenizer
 from transformers.utils.hub import cached_file
@@ -18,6 +17,7 @@ from transformers.utils.hub import cached_file
 from gammaray.demo_pair import DRAFTER_FILE
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.vocabulary import vocabulary_sha256
+from services.process.adapters import stored_file
 
 UNREADABLE = (GammarayError, OSError, ValueError, KeyError, TypeError, struct.error)
 """What may be raised for weights that cannot be found or read."""
@@ -59,11 +59,11 @@ def weights_sha256(model: str) -> str:
 
     Errors of missing and unreadable files are those of `UNREADABLE`.
     """
-    folder = _folder(model)
-    config = json.loads((folder / "config.json").read_text())
+    path = stored_file(model, "config.json")
+    config = json.loads(path.read_text())
     fields = {k: v for k, v in config.items() if k not in _NOT_THE_MODEL and not k.startswith("_")}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
-    for part in _weights(folder):
+    for part in _weights(path.parent):
         digest.update(part)
     return digest.hexdigest()
 
@@ -107,15 +107,6 @@ def _drafter_file(model: str) -> Path | None:
     except (OSError, HFValidationError):  # early-exit:N, or no model of the hub
         return None
     return None if cached is None else Path(cached)
-
-
-def _folder(model: str) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    cached = try_to_load_from_cache(model, "config.json")
-    if not isinstance(cached, str):
-        raise FileNotFoundError(f"{model} is not in the hub's cache")
-    return Path(cached).parent
 
 
 def _weights(folder: Path) -> Iterator[bytes]:

@@ -31,9 +31,7 @@ def run(
 ) -> int:
     """Serve until SIGTERM or SIGINT.
 
-    Args:
-        worker: `module:class`, imported after the options were validated, since it loads torch.
-        argv: Command line; None is that of the process.
+    `worker` is `module:class`, imported after the options were validated, since it loads torch.
 
     Returns:
         0 after a drain, 1 when the drain lost blocks or the engine was lost, 2 for settings or files of

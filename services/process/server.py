@@ -83,8 +83,7 @@ class GrpcServer:
 def check_serving(settings: WorkerSettings, host: str = "") -> None:
     """Refuse settings of addresses, TLS and Redis that a worker cannot serve with, before it loads a model.
 
-    Args:
-        host: Host that orchestrators connect to if the server listens on every interface.
+    Orchestrators connect to `host` if the server listens on every interface.
     """
     split_address("listen", settings.listen)
     if settings.metrics_listen:

@@ -44,14 +44,8 @@ SettingsT = TypeVar("SettingsT", bound=WorkerSettings)
 class Worker(ABC, Generic[SettingsT]):
     """Base of draft and target workers; `start` and `stop` are called from one event loop.
 
-    Args:
-        host: Host that orchestrators connect to if the server listens on every interface.
-
-    Attributes:
-        address: host:port of the server; empty before the start.
-        engine: The thread that runs the model.
-        streams: The open gRPC streams; None before the start.
-        ended: Set when the worker stopped because its engine was lost.
+    Orchestrators connect to `host` if the server listens on every interface. Before the start `address` is
+    empty and `streams` None. `ended` is set when the worker stopped because its engine was lost.
     """
 
     role: ClassVar[str]

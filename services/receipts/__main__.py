@@ -42,10 +42,8 @@ def check_file(
 ) -> int:
     """Check the receipts of a file, one per line, print what was found, and return the exit status.
 
-    Args:
-        key: File or URL with public keys; None: signatures are not checked.
-        dtype: The only one that is not refused; None: those that the keys' publisher names, else any.
-        as_json: Whether to print a JSON object per receipt.
+    The `key` is a file or URL with public keys; without one signatures are not checked. Receipts of another
+    `dtype` are refused; None: of another than the keys' publisher names, if any.
     """
     keys = None if key is None else _keys(key)
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]

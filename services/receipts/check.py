@@ -103,9 +103,7 @@ def _loaded(name: str, path: str) -> Engine:
 class ReceiptChecker:
     """Checks receipts against one checkpoint, loaded as a worker with the settings of the environment does.
 
-    Args:
-        target: Directory, hub name or "demo".
-        margin: How far two logits may move towards each other; None: by the receipt's dtype (`MARGINS`).
+    Two logits may move towards each other by `margin`; None: by the receipt's dtype (`MARGINS`).
     """
 
     def __init__(self, target: str, margin: float | None = None) -> None:

@@ -16,31 +16,21 @@ _WINDOWS = 0.5
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and what the target expects.
+    """Inputs and what the target expects."""
 
-    Attributes:
-        token_ids: int64 [sequences, tokens], padded at the end.
-        starts: Position of each sequence's first token here, int64 [sequences]; 0 but for windows.
-        place: Sequence, anchor and depth (from 1) of each prediction, by depth, int64 [predictions, 3]: the
-            token at anchor + depth, predicted after the tokens up to anchor + depth - 1; of a head from the
-            state at anchor - 1.
-        labels: Token of the answer at the predicted place, int64 [predictions].
-        top_ids: The target's most likely ids there, int64 [predictions, top_k].
-        top_logs: Their log-probabilities at temperature 1, float32 [predictions, top_k].
-        states: The target's hidden states for a head, bfloat16 [sequences, tokens, taps, hidden_size]; of a
-            draft model without taps.
-    """
-
-    token_ids: Tensor
-    starts: Tensor
+    token_ids: Tensor  # int64 [sequences, tokens], padded at the end
+    starts: Tensor  # position of each sequence's first token here, int64 [sequences]; 0 but for windows
+    # Sequence, anchor and depth (from 1) of each prediction, by depth, int64 [predictions, 3]: the token at
+    # anchor + depth, predicted after those up to anchor + depth - 1; of a head from the state at anchor - 1.
     place: Tensor
-    labels: Tensor
-    top_ids: Tensor
-    top_logs: Tensor
+    labels: Tensor  # token of the answer at the predicted place, int64 [predictions]
+    top_ids: Tensor  # the target's most likely ids there, int64 [predictions, top_k]
+    top_logs: Tensor  # their log-probabilities at temperature 1, float32 [predictions, top_k]
+    # The target's hidden states for a head, bfloat16 [sequences, tokens, taps, hidden_size]; of a draft model
+    # without taps.
     states: Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device."""
         return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
@@ -50,11 +40,9 @@ def build_batch(
     states: Items[Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> Batch:
-    """Return a batch.
+    """Return a batch, with the target's states of each sequence, [tokens, taps, hidden_size], for a head.
 
-    Args:
-        states: The target's states of each sequence, [tokens, taps, hidden_size]; None: of a draft model.
-        generator: Chooses windows; None: each sequence is whole.
+    The `generator` chooses windows; None: each sequence is whole.
     """
     starts = [0 if generator is None else _start(sequence, generator) for sequence in sequences]
     width = max(len(sequence.token_ids) - start for sequence, start in zip(sequences, starts, strict=True))

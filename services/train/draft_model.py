@@ -25,12 +25,8 @@ from services.train.trainable import Trainable, write_drafter
 class TrainableDraft(Trainable):
     """A draft model; the target's input embedding is not trained.
 
-    It is evaluated by one depth: where all tokens before matched, it has read the true text.
-
-    Args:
-        target: A causal model with `model.embed_tokens`, `model.layers` and `lm_head`, else refused.
-        layers: Numbers of the layers to start from.
-        target_ids: Ascending ids of the head's rows.
+    It starts from some `layers` of a causal model with `model.embed_tokens`, `model.layers` and `lm_head`. It
+    is evaluated by one depth: where all tokens before matched, it has read the true text.
     """
 
     def __init__(self, target: PreTrainedModel, layers: Items[int], target_ids: Tensor) -> None:

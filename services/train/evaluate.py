@@ -18,16 +18,12 @@ _SHARES = {"overlap": overlap, "coupled": coupled}
 
 @torch.no_grad()
 def evaluate(drafter: Trainable, answers: Items[Sequence]) -> dict[str, Any]:
-    """Return what the drafter reaches.
+    """Return what the drafter reaches on answers that it was not trained on.
 
-    Args:
-        answers: Answers that it was not trained on; greedy measures use those of temperature 0.
-
-    Returns:
-        `greedy`: share of matches by depth, given that all before matched; at temperature 1 by depth, given
-        the true text: `overlap`, 1 - TV, and `coupled`, the share that coupled verification accepts (lower
-        bounds, over the target's top ids); `tokens_per_cycle` at temperature 0; `positions` measured. A draft
-        model has an `overlap` and a `coupled` of depth 1 only.
+    `greedy`: share of matches by depth, given that all before matched, for answers of temperature 0; at
+    temperature 1 by depth, given the true text: `overlap`, 1 - TV, and `coupled`, the share that coupled
+    verification accepts (lower bounds, over the target's top ids); `tokens_per_cycle` at temperature 0;
+    `positions` measured. A draft model has an `overlap` and a `coupled` of depth 1 only.
     """
     drafter.eval()
     tested, matched = [0] * DEPTH, [0] * DEPTH

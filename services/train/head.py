@@ -46,10 +46,8 @@ _shape_of = attrgetter(*_SHAPE_KEYS, "attention_bias", "mlp_bias")
 class TrainableHead(Trainable):
     """A head that begins near the target's last state; the target's input embedding is not trained.
 
-    Args:
-        target: A causal model with layers as Llama's, else refused.
-        taps: The states that it reads, the last one after all layers, see `StateStore`.
-        target_ids: Ascending ids of the output's rows.
+    The target's layers are as Llama's, else it is refused. The head reads the states `taps`, the last one
+    after all layers, see `StateStore`.
     """
 
     depth, num_depths = DEPTH, UNROLL

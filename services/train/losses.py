@@ -16,11 +16,10 @@ _LEAST = 1e-30
 
 
 def overlap(wanted: Tensor, drafted: Tensor) -> Tensor:
-    """Return 1 - TV, [predictions].
+    """Return 1 - TV, [predictions], from the target's probabilities and the drafter's log-probabilities.
 
-    Args:
-        wanted: The target's probabilities, 0 where the drafter has no row, [predictions, top_k].
-        drafted: The drafter's log-probabilities at the same ids, of any value where `wanted` is 0.
+    Both are [predictions, top_k], for the same ids. Where the drafter has no row `wanted` is 0, and `drafted`
+    of any value.
     """
     return torch.minimum(wanted, drafted.exp()).sum(-1)
 
@@ -41,9 +40,8 @@ def coupled(wanted: Tensor, drafted: Tensor) -> Tensor:
 def loss_of(kind: str, wanted: Tensor, drafted: Tensor) -> Tensor:
     """Return the loss of each prediction, [predictions].
 
-    Args:
-        kind: "kl" (up to the target's entropy), or "coupled", the probability that coupled verification
-            rejects and a tenth of "kl".
+    `kind` is "kl" (up to the target's entropy), or "coupled", the probability that coupled verification
+    rejects and a tenth of "kl".
     """
     divergence = -(wanted * drafted).sum(-1)
     return divergence if kind == "kl" else 1 - coupled(wanted, drafted) + _KL_SHARE * divergence

@@ -106,7 +106,6 @@ class _Run:
         self.began = time.monotonic() - before
 
     def elapsed(self) -> float:
-        """Return the seconds of all runs so far."""
         return time.monotonic() - self.began
 
     def run(self) -> bool:

@@ -30,15 +30,9 @@ _DEPTH_WEIGHT = 0.8
 
 
 class Trainable(nn.Module):
-    """A drafter in training, with a reduced vocabulary.
+    """A drafter in training, with the rows `target_ids`, ascending, of the target's vocabulary.
 
-    Args:
-        vocab_size: Number of the target's token ids.
-        target_ids: Ascending ids of the output's rows.
-
-    Attributes:
-        depth: Depths that are evaluated.
-        num_depths: Depths that are trained.
+    Of its `num_depths` trained depths, `depth` are evaluated.
     """
 
     depth = num_depths = 1
@@ -105,7 +99,6 @@ class Trainable(nn.Module):
 
 
 def optimizer_of(drafter: Trainable, rate: float) -> torch.optim.AdamW:
-    """Return an optimizer of the weights that are trained."""
     weights = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 

@@ -63,7 +63,6 @@ def verify(
             not need normalised; at temperature 0 `edited_logits` are sufficient.
         proposal: Validated by `gammaray.wire.blocks.proposal_from_proto`, but otherwise not trusted.
         noise: The session's noise; may be None at temperature 0.
-        base_position: Number of committed tokens.
 
     Raises:
         InvalidArgumentError: A tree with a method that supports chains only.
@@ -178,9 +177,8 @@ def last_passed(uniforms: Sequence[float], thresholds: Sequence[float]) -> int:
 def block_threshold(carried: float, excess: float) -> float:
     """Return the probability that the test of a token before the last one passes.
 
-    Args:
-        carried: The carried probability c of the tokens up to this one.
-        excess: The mass of (c p - q)+ at the next token.
+    `carried` is the carried probability c of the tokens up to this one, `excess` the mass of (c p - q)+ at
+    the next token.
     """
     failing = 1.0 - carried
     # 0 / 0: p = q from here on, and the last token's test decides alike.
@@ -249,7 +247,6 @@ def make_verdict(path: Sequence[int], token_id: int, *, failed: bool) -> Verdict
 
 
 def children_of(proposal: Proposal, row: int) -> list[int]:
-    """Return the nodes that follow a row."""
     if proposal.parents is None:
         return [row] if row < len(proposal) else []
     return [node for node, parent in enumerate(proposal.parents) if parent == row - 1]

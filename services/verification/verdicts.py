@@ -24,18 +24,15 @@ def judge(
     noise: Noise | None,
     edits: LogitEdits | None,
 ) -> Verdict:
-    """Verify a proposal.
+    """Verify a proposal, a chain or tree that is not trusted, as `verify` does, from the target's logits.
 
     Args:
-        proposal: A chain or tree, not trusted.
-        logits: [len(proposal) + 1, vocab_size], as of `verify`.
-        base_position: Number of committed tokens.
-        noise: The session's noise; may be None at temperature 0.
+        logits: [len(proposal) + 1, vocab_size].
         edits: The session's edits, up to the committed tokens; None if its parameters need none.
 
     Raises:
-        InvalidArgumentError: Masks leave no token, or a tree with a method that supports chains only.
-        InternalError: The target's log-probabilities are not numbers.
+        InvalidArgumentError: Masks leave no token, or what `verify` raises it for.
+        InternalError: As `verify`.
     """
     params = spec.params
     paths = [] if edits is None else row_paths(proposal)

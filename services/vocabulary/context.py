@@ -14,15 +14,12 @@ class ContextTranslation:
     """Translates a growing text: the bytes of the target's tokens, tokenised by the draft's tokenizer.
 
     The text is cut into segments, each tokenised on its own. Where a segment ends depends on the tokens
-    before and at its end only, so a new token changes the draft's tokens of the last segment at most, and
-    the translation is a function of the target's tokens alone: it does not depend on how they arrived.
+    before and at its end only, so a new token changes the draft's tokens of the last segment at most, and the
+    translation is a function of the target's tokens alone: it does not depend on how they arrived.
 
-    Special tokens of the target become those of the draft with the same content, its end of sequence becomes
-    the draft's; others are left out, as are bytes that no token of the draft has.
-
-    Args:
-        specials: Draft token of each target token that is mapped by content; others are ignored.
-        limit: Number of draft tokens after which the translation stops.
+    Special tokens of the target become those of the draft with the same content, `specials`, its end of
+    sequence becomes the draft's; others are left out, as are bytes that no token of the draft has. The
+    translation stops after `limit` draft tokens.
     """
 
     def __init__(

@@ -9,14 +9,10 @@ from gammaray.vocabulary import Vocabulary
 
 
 class Intersection:
-    """The tokens that draft and target share.
+    """The tokens that a draft of `draft_size` logits and a target of `target_size` token ids share.
 
     Tokens match if their bytes are equal. Special tokens match by their content, never by text; the draft's
     end of sequence stands for the target's.
-
-    Args:
-        draft_size: Number of logits of the draft model; tokens past them cannot be drafted.
-        target_size: Number of token ids of the target model.
 
     Attributes:
         target_ids: Target ids that the draft can propose, ascending.

@@ -31,11 +31,9 @@ class Translation:
 
 
 def load_translation(draft: str, draft_size: int, target: str) -> Translation:
-    """Load the tokenizers of a pair.
+    """Load the tokenizers of a pair, whose draft model has `draft_size` logits.
 
-    Args:
-        draft_size: Number of logits of the draft model.
-        target: Directory or hub name of the target; a directory may have its tokenizer only.
+    A directory of a target may have its tokenizer only.
     """
     vocabulary = load_vocabulary(target, "target")
     size = target_size(target) or len(vocabulary)

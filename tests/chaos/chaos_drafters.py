@@ -14,21 +14,14 @@ MISTAKE_EVERY = 24
 
 @dataclass(frozen=True)
 class Way:
-    """One way to draft.
+    """One way to draft."""
 
-    Args:
-        name: Name in results.
-        drafters: Drafters of which each must have proposed in some cycle of a run.
-        options: Options of each request.
-        has_prediction: Send the expected completion, with tokens left out, as the request's prediction.
-        keeps_outputs: Let requests find outputs of earlier requests, which had the same tokens.
-    """
-
-    name: str
-    drafters: tuple[str, ...]
-    options: Mapping[str, Any] = field(hash=False)
+    name: str  # name in results
+    drafters: tuple[str, ...]  # drafters of which each must have proposed in some cycle of a run
+    options: Mapping[str, Any] = field(hash=False)  # options of each request
+    # Send the expected completion, with tokens left out, as the request's prediction.
     has_prediction: bool = False
-    keeps_outputs: bool = False
+    keeps_outputs: bool = False  # let requests find outputs of earlier requests, which had the same tokens
 
     def request(self, expected: Sequence[int]) -> dict[str, Any]:
         """Return the options of one request, whose tokens are to be the expected ones.

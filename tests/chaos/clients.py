@@ -24,55 +24,36 @@ LATE_S = 5.0
 
 @dataclass
 class History:
-    """One request.
+    """One request."""
 
-    Attributes:
-        client: Which client made it.
-        begun_at: On the monotonic clock.
-        ended_at: When the client had its end.
-        num_tokens: That the client got.
-        error: Type of the error that ended it; empty: none.
-        wrong: How its tokens differ from plain decoding's; empty: not at all.
-    """
-
-    client: str
-    begun_at: float
-    ended_at: float = 0.0
-    num_tokens: int = 0
-    error: str = ""
-    wrong: str = ""
+    client: str  # which client made it
+    begun_at: float  # on the monotonic clock
+    ended_at: float = 0.0  # when the client had its end
+    num_tokens: int = 0  # that the client got
+    error: str = ""  # type of the error that ended it; empty: none
+    wrong: str = ""  # how its tokens differ from plain decoding's; empty: not at all
 
 
 @dataclass
 class Clients:
-    """Endless requests of clients; `violations` says what is wrong with what they got.
+    """Endless requests of clients; `violations` says what is wrong with what they got."""
 
-    Args:
-        grpc: Addresses of the gRPC API, separated by commas, which the streams take in turn.
-        http: Base URL of the HTTP API.
-        streams: Of the clients over gRPC; those over HTTP repeat the asks of the first `num_http` of them
-            that have no grammar.
-        expected: Of plain decoding.
-        deadline_s: Of each request.
-        num_http: Number of clients over HTTP.
-        may_fail: Whether a typed error may end a request; else only one that is refused before its first
-            token, as by a full queue.
-        resume_s: How long the SDK resumes a stream without progress; None: until the deadline.
-
-    Attributes:
-        cycles: In how many of them each drafter proposed, by way to draft.
-    """
-
-    grpc: str
-    http: str
+    grpc: str  # addresses of the gRPC API, separated by commas, which the streams take in turn
+    http: str  # base URL of the HTTP API
+    # Of the clients over gRPC; those over HTTP repeat the asks of the first `num_http` of them that have no
+    # grammar.
     streams: Sequence[Stream]
-    expected: dict[Ask, Said]
-    deadline_s: float
-    num_http: int
+    expected: dict[Ask, Said]  # of plain decoding
+    deadline_s: float  # of each request
+    num_http: int  # number of clients over HTTP
+    # Whether a typed error may end a request; else only one that is refused before its first token, as by a
+    # full queue.
     may_fail: bool = True
+    # How long the SDK resumes a stream without progress; None: until the deadline.
     resume_s: float | None = None
     histories: list[History] = field(default_factory=list)
     arrivals: list[list[float]] = field(default_factory=list)
+    # In how many of them each drafter proposed, by way to draft.
     cycles: dict[str, Counter[str]] = field(default_factory=dict)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _is_ending: bool = False

@@ -93,17 +93,12 @@ def streams(wanted: Sequence[Ask], ways: Sequence[Way]) -> list[Stream]:
 
 @dataclass
 class Heard:
-    """What a client has got of a completion.
+    """What a client has got of a completion."""
 
-    Attributes:
-        token_ids: Over HTTP they come with the last event.
-        arrivals: Gets the times of tokens.
-        cycles: In how many of them each drafter proposed; over gRPC, at the end.
-    """
-
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # over HTTP they come with the last event
     text: str = ""
-    arrivals: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # gets the times of tokens
+    # In how many of them each drafter proposed; over gRPC, at the end.
     cycles: Counter[str] = field(default_factory=Counter)
     _last_id: str = ""
 

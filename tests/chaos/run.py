@@ -26,27 +26,17 @@ _RECORD = re.compile(r"^(?=[A-Z]+ \d{4}-)", re.MULTILINE)  # the start of a reco
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run.
+    """Options of a run."""
 
-    Args:
-        seconds: After which no further trouble begins.
-        seed: Of the order of troubles, and of the pauses between them.
-        streams: Clients over gRPC.
-        over_http: Clients over HTTP.
-        max_tokens: Of each completion.
-        deadline_s: Of each request; half of it later every stream must have gone on after a trouble.
-        may_fail: Whether a typed error may end a request.
-        resume_s: See `Clients`.
-    """
-
-    seconds: float = 300.0
-    seed: int = 0
-    streams: int = 14
-    over_http: int = 4
-    max_tokens: int = 200
+    seconds: float = 300.0  # after which no further trouble begins
+    seed: int = 0  # of the order of troubles, and of the pauses between them
+    streams: int = 14  # clients over gRPC
+    over_http: int = 4  # clients over HTTP
+    max_tokens: int = 200  # of each completion
+    # Of each request; half of it later every stream must have gone on after a trouble.
     deadline_s: float = 120.0
-    may_fail: bool = False
-    resume_s: float | None = None
+    may_fail: bool = False  # whether a typed error may end a request
+    resume_s: float | None = None  # see `Clients`
 
 
 async def run(stage: Any, options: Options, troubles: Iterable[Trouble]) -> Measured:

@@ -19,24 +19,15 @@ WINDOW_S = 0.5
 
 @dataclass(frozen=True)
 class Result:
-    """What clients got during an event; seconds.
-
-    Attributes:
-        killed: Roles of the processes that it killed.
-        streams: Requests that it met.
-        wrong: Those whose tokens were others than plain decoding's.
-        errors: Typed errors that ended requests, by type.
-        pause_s: Longest time without a token of any stream.
-        back_s: From its end until every stream had a token.
-    """
+    """What clients got during an event; seconds."""
 
     name: str
-    killed: tuple[str, ...]
-    streams: int
-    wrong: int
-    errors: dict[str, int]
-    pause_s: float
-    back_s: float
+    killed: tuple[str, ...]  # roles of the processes that it killed
+    streams: int  # requests that it met
+    wrong: int  # those whose tokens were others than plain decoding's
+    errors: dict[str, int]  # typed errors that ended requests, by type
+    pause_s: float  # longest time without a token of any stream
+    back_s: float  # from its end until every stream had a token
 
 
 @dataclass

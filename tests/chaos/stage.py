@@ -35,23 +35,14 @@ _STARTING = ("initialize", "__init__")
 
 @dataclass(frozen=True)
 class Stage:
-    """What troubles befall.
+    """What troubles befall."""
 
-    Attributes:
-        cluster: The processes.
-        ways: To draft for its streams.
-        network: The links to the workers; also those below.
-        apis: Links to the gRPC and to the HTTP API.
-        redis: Restarted when it dies; or two servers behind links, with Sentinel.
-        disk: Small file system of the cluster's own files; None: there is none.
-    """
-
-    cluster: Cluster
-    ways: tuple[Way, ...]
-    network: Network
-    apis: dict[str, Link]
-    redis: RedisServer | NetworkRedis
-    disk: Path | None = None
+    cluster: Cluster  # the processes
+    ways: tuple[Way, ...]  # to draft for its streams
+    network: Network  # the links to the workers; also those below
+    apis: dict[str, Link]  # links to the gRPC and to the HTTP API
+    redis: RedisServer | NetworkRedis  # restarted when it dies; or two servers behind links, with Sentinel
+    disk: Path | None = None  # small file system of the cluster's own files; None: there is none
 
     @property
     def grpc(self) -> str:
@@ -78,30 +69,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class Done:
-    """What a trouble did.
+    """What a trouble did."""
 
-    Attributes:
-        killed: Roles of the processes that it killed.
-        more: To add to its name.
-    """
-
-    killed: tuple[str, ...] = ()
-    more: str = ""
+    killed: tuple[str, ...] = ()  # roles of the processes that it killed
+    more: str = ""  # to add to its name
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What befalls a stage.
+    """What befalls a stage."""
 
-    Args:
-        name: In the report.
-        seconds: How long it lasts.
-        during: Context in which it lasts.
-    """
-
-    name: str
-    seconds: float
-    during: Callable[[Any], AbstractContextManager[Done | None]]
+    name: str  # in the report
+    seconds: float  # how long it lasts
+    during: Callable[[Any], AbstractContextManager[Done | None]]  # context in which it lasts
 
 
 @contextmanager

@@ -23,17 +23,11 @@ PAUSE_S = LEASE_S + 2.0
 
 @dataclass(frozen=True)
 class Blow:
-    """What befalls one process.
+    """What befalls one process."""
 
-    Args:
-        role: Of the process.
-        kills: SIGKILL; else SIGSTOP, and SIGCONT at the end.
-        choice: In [0, 1): selects one of the processes of the role.
-    """
-
-    role: str
-    kills: bool = True
-    choice: float = 0.0
+    role: str  # of the process
+    kills: bool = True  # SIGKILL; else SIGSTOP, and SIGCONT at the end
+    choice: float = 0.0  # in [0, 1): selects one of the processes of the role
 
 
 def strike(*blows: Blow, seconds: float = 0.0, name: str = "") -> Trouble:

@@ -37,21 +37,14 @@ ANSWER_TIMEOUT_S = START_TIMEOUT_S + 60.0
 
 @dataclass
 class Versions:
-    """A cluster whose roles come from trees of two versions.
+    """A cluster whose roles come from trees of two versions."""
 
-    Attributes:
-        http: Base URL of the HTTP API.
-        grpc: Address of the gRPC API.
-        now: Version of each role.
-        ways: To draft for its streams.
-    """
-
-    http: str
-    grpc: str
-    now: dict[str, str]
+    http: str  # base URL of the HTTP API
+    grpc: str  # address of the gRPC API
+    now: dict[str, str]  # version of each role
     _trees: dict[str, str]
     _program: Program
-    ways: tuple[Way, ...] = PAIR
+    ways: tuple[Way, ...] = PAIR  # to draft for its streams
 
     def deploy(self, changes: dict[str, str]) -> None:
         """Replace roles by another version; returns when all of it runs.

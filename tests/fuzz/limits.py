@@ -50,21 +50,13 @@ PATTERNS = ("a", "<[", "\\/", "(", '"', "{", "\\", " ", "\n", "é", "<tool_call>
 
 @dataclass(frozen=True)
 class Growing:
-    """A field that is grown.
+    """A field that is grown."""
 
-    Args:
-        name: For reports.
-        path: Of the request.
-        make: Returns the part of the body that has the field, for a size.
-        limit: Documented limit of the size; twice as much is tried, too.
-        is_text: The size is a number of characters, filled with each of `PATTERNS`.
-    """
-
-    name: str
-    path: str
-    make: Callable[..., dict[str, Any]]
-    limit: int
-    is_text: bool = False
+    name: str  # for reports
+    path: str  # of the request
+    make: Callable[..., dict[str, Any]]  # returns the part of the body that has the field, for a size
+    limit: int  # documented limit of the size; twice as much is tried, too
+    is_text: bool = False  # the size is a number of characters, filled with each of `PATTERNS`
 
     def bodies(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the bodies from small to large, each after its description."""

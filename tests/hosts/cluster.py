@@ -26,18 +26,12 @@ _PROGRAM = (sys.executable, "-m", "gammaray")
 
 @dataclass
 class HostsCluster:
-    """The hosts of one cluster.
+    """The hosts of one cluster."""
 
-    Attributes:
-        network: All hosts.
-        heads: Hosts of the orchestrators from which clients stream.
-        redis_url: Registry and store of all.
-    """
-
-    network: Network
+    network: Network  # all hosts
     folder: Path
-    heads: tuple[str, ...] = ("head1", "head2")
-    redis_url: str = ""
+    heads: tuple[str, ...] = ("head1", "head2")  # hosts of the orchestrators from which clients stream
+    redis_url: str = ""  # registry and store of all
     http = ""
     ways = (Way("as the cluster drafts", (), {}),)
 

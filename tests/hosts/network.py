@@ -40,19 +40,14 @@ def _ip(*words: str) -> str:
 
 @dataclass
 class Host:
-    """One host.
-
-    Attributes:
-        address: Its address on the switch.
-        cable: The process that carries its frames.
-        logs: Standard output and error of each process that it started.
-    """
+    """One host."""
 
     name: str
     namespace: str
-    address: str
+    address: str  # its address on the switch
     folder: Path
-    cable: subprocess.Popen[str]
+    cable: subprocess.Popen[str]  # the process that carries its frames
+    # Standard output and error of each process that it started.
     logs: list[Path] = field(default_factory=list)
 
     def start(

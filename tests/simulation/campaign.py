@@ -25,22 +25,16 @@ from tests.simulation.schedule import run_schedule
 
 @dataclass
 class Report:
-    """What came of many schedules.
-
-    Attributes:
-        failures: What did not hold, by seed.
-        injected: Number of faults by kind.
-        digest: Of what all clients received, and when.
-    """
+    """What came of many schedules."""
 
     num_schedules: int = 0
-    failures: dict[int, str] = field(default_factory=dict)
-    injected: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)  # what did not hold, by seed
+    injected: Counter[str] = field(default_factory=Counter)  # number of faults by kind
     steps: int = 0
     simulated_s: float = 0.0
     cpu_s: float = 0.0
     real_s: float = 0.0
-    digest: str = ""
+    digest: str = ""  # of what all clients received, and when
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {count}" for kind, count in self.injected.most_common())

@@ -46,19 +46,12 @@ MOMENTS = {"kill", "drain", "cut", "client leaves", "rival", "cancel", "delete",
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault.
+    """A fault."""
 
-    Args:
-        step: Callback after the clients' start at which it begins.
-        kind: A key of `FAULTS`.
-        where: Names of processes, or what else the kind needs.
-        lasts_s: How long it lasts; 0: it is a moment.
-    """
-
-    step: int
-    kind: str
-    where: tuple[str, ...] = ()
-    lasts_s: float = 0.0
+    step: int  # callback after the clients' start at which it begins
+    kind: str  # a key of `FAULTS`
+    where: tuple[str, ...] = ()  # names of processes, or what else the kind needs
+    lasts_s: float = 0.0  # how long it lasts; 0: it is a moment
 
     def __str__(self) -> str:
         lasts = f" for {self.lasts_s:.2f} s" if self.lasts_s else ""

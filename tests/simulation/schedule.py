@@ -45,19 +45,13 @@ BREAKING = {
 
 @dataclass
 class Outcome:
-    """What came of a schedule.
+    """What came of a schedule."""
 
-    Attributes:
-        failure: What did not hold; empty: everything held.
-        injected: Number of faults by kind.
-        digest: Of all that the clients received, and when: the same for the same seed and faults.
-    """
-
-    failure: str = ""
-    injected: Counter[str] = field(default_factory=Counter)
+    failure: str = ""  # what did not hold; empty: everything held
+    injected: Counter[str] = field(default_factory=Counter)  # number of faults by kind
     steps: int = 0
     simulated_s: float = 0.0
-    digest: str = ""
+    digest: str = ""  # of all that the clients received, and when: the same for the same seed and faults
 
 
 class Broken(AssertionError):

@@ -17,27 +17,17 @@ GAMMAS = GammaPolicy(), GammaPolicy(fixed=0), GammaPolicy(fixed=3), GammaPolicy(
 
 @dataclass
 class Stream:
-    """One client's completion.
+    """One client's completion."""
 
-    Attributes:
-        turns: The requests, one after another, with the tokens of plain decoding.
-        turn: The turn that runs.
-        received: The tokens of the turn that the client has.
-        ended: How it ended: a finish reason, or an error's class; empty while it runs.
-        error: The error.
-        process: The client's process.
-        attempts: How often a client process began the turn.
-        is_second: Whether it began after another session of its name was deleted.
-    """
-
+    # The requests, one after another, with the tokens of plain decoding.
     turns: list[tuple[GenerationRequest, tuple[int, ...]]]
-    turn: int = 0
-    received: list[int] = field(default_factory=list)
-    ended: str = ""
+    turn: int = 0  # the turn that runs
+    received: list[int] = field(default_factory=list)  # the tokens of the turn that the client has
+    ended: str = ""  # how it ended: a finish reason, or an error's class; empty while it runs
     error: GammarayError | None = None
-    process: Process | None = None
-    attempts: int = 0
-    is_second: bool = False
+    process: Process | None = None  # the client's process
+    attempts: int = 0  # how often a client process began the turn
+    is_second: bool = False  # whether it began after another session of its name was deleted
 
     @property
     def name(self) -> str:

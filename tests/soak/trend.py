@@ -19,17 +19,12 @@ MIN_COUNT = 6
 
 @dataclass(frozen=True)
 class Bound:
-    """How much a figure may grow from the middle of the second third of a run to the middle of the last.
+    """How much a figure may grow from the middle of the second third of a run to the middle of the last."""
 
-    Args:
-        slack: Allowed growth regardless of the duration.
-        per_hour: Additional allowed growth per hour between them.
-        is_pool: Whether it is a pool that may grow to its peak demand and stay there. Then a step of any
-            height is no leak, but growth until the end is.
-    """
-
-    slack: float
-    per_hour: float = 0.0
+    slack: float  # allowed growth regardless of the duration
+    per_hour: float = 0.0  # additional allowed growth per hour between them
+    # Whether it is a pool that may grow to its peak demand and stay there. Then a step of any height is no
+    # leak, but growth until the end is.
     is_pool: bool = False
 
 

@@ -51,29 +51,19 @@ def repeated() -> Callable[[Body], bool]:
 
 @dataclass
 class Fault:
-    """A planted fault.
+    """A planted fault."""
 
-    Args:
-        check: The check that must find it.
-        request: Changes a request on its way to the server.
-        answer: Changes a whole answer; streams are made of whole answers, token by token.
-        stream: Changes the texts of a stream's pieces.
-        where: The requests that have it.
-        at_once: Requests at once, this one among them, from which on a request has it.
-        later: Whether only the choices after the first one come from the changed request.
-        first: Tokens of an answer that come from the changed request, before those of the unchanged one.
-        after: Tokens of an answer that come from the unchanged request before those of the changed one.
-    """
-
-    check: str
-    request: Callable[[Body], None] = lambda body: None
+    check: str  # the check that must find it
+    request: Callable[[Body], None] = lambda body: None  # changes a request on its way to the server
+    # Changes a whole answer; streams are made of whole answers, token by token.
     answer: Callable[[Body, Body], None] = lambda body, answer: None
-    stream: Callable[[list[str]], None] = lambda pieces: None
-    where: Callable[[Body], bool] = always
-    at_once: int = 1
-    later: bool = False
+    stream: Callable[[list[str]], None] = lambda pieces: None  # changes the texts of a stream's pieces
+    where: Callable[[Body], bool] = always  # the requests that have it
+    at_once: int = 1  # requests at once, this one among them, from which on a request has it
+    later: bool = False  # whether only the choices after the first one come from the changed request
+    # Tokens of an answer that come from the changed request, before those of the unchanged one.
     first: int = 0
-    after: int = 0
+    after: int = 0  # tokens of an answer that come from the unchanged request before those of the changed one
 
 
 def without(*names: str) -> Callable[[Body], None]:

@@ -48,15 +48,10 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.
+    """One fenced block."""
 
-    Args:
-        page: File, from the root of the repository.
-        commands: Its commands in order, comments at their ends left out.
-    """
-
-    page: str
-    commands: tuple[str, ...]
+    page: str  # file, from the root of the repository
+    commands: tuple[str, ...]  # its commands in order, comments at their ends left out
 
 
 def blocks() -> list[Block]:

@@ -17,14 +17,10 @@ WAKE_S = 0.001
 
 @dataclass
 class Watch:
-    """Measurements so far.
+    """Measurements so far."""
 
-    Attributes:
-        longest_s: CPU seconds of the loop's thread in its longest turn, or up to a millisecond more: the
-            callbacks of one turn run one after the other, and new events wait. CPU time, since other
-            processes share the machine.
-    """
-
+    # CPU seconds of the loop's thread in its longest turn, or up to a millisecond more: the callbacks of one
+    # turn run one after the other, and new events wait. CPU time, since other processes share the machine.
     longest_s: float = 0.0
 
 

@@ -16,24 +16,18 @@ KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span as it came.
-
-    Args:
-        start_ns: Nanoseconds since 1970.
-        end_ns: The same.
-        resource: What the process says of itself.
-    """
+    """A span as it came."""
 
     name: str
     kind: str
     trace_id: str
     span_id: str
     parent_id: str
-    start_ns: int
-    end_ns: int
+    start_ns: int  # nanoseconds since 1970
+    end_ns: int  # the same
     is_error: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
-    resource: dict[str, Any] = field(default_factory=dict)
+    resource: dict[str, Any] = field(default_factory=dict)  # what the process says of itself
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):

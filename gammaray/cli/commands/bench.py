@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -59,7 +56,9 @@ def bench(**options: Any) -> None:
 
     Each prompt is completed by every system before the next prompt; ratios are taken within a repetition.
     """
-    found, workload = _tasks(options)
+    found, workload = own_prompts(options["num_prompts"]), "own"
+    if (path := options["prompt_file"]) is not None:
+        found, workload = [("given", text) for text in read_prompts(path, "--prompt-file")], path.name
     settings = BenchSettings(
         workload=workload,
         max_tokens=options["tokens"],
@@ -67,31 +66,19 @@ def bench(**options: Any) -> None:
         gammas=options["gammas"],
         temperatures=options["temperatures"],
     )
-    result = asyncio.run(_measure(options, settings, found))
+    console = output_console()
+    completions = len({"0", *settings.gammas}) * settings.repetitions * len(found)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("completions", total=completions * len(settings.temperatures))
+        result = options["connection"].call(
+            lambda client: run_bench(
+                *(client, settings, found),
+                advance=lambda: progress.advance(task),
+                show=lambda point: show_point(console, point),
+            )
+        )
     if options["out"] is not None:
         click.echo(f"written: {write_result('bench', result, options['out'])}")
     if options["page_file"] is not None:
         options["page_file"].write_text(page({"provenance": provenance(), **result}), encoding="utf-8")
         click.echo(f"written: {options['page_file']}")
-
-
-async def _measure(
-    options: dict[str, Any], settings: BenchSettings, found: Sequence[tuple[str, str]]
-) -> dict[str, Any]:
-    console = output_console()
-    completions = len({"0", *settings.gammas}) * settings.repetitions * len(found)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("completions", total=completions * len(settings.temperatures))
-        async with options["connection"].client() as client:
-            return await run_bench(
-                *(client, settings, found),
-                advance=lambda: progress.advance(task),
-                show=lambda point: show_point(console, point),
-            )
-
-
-def _tasks(options: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
-    path: Path | None = options["prompt_file"]
-    if path is None:
-        return own_prompts(options["num_prompts"]), "own"
-    return [("given", text) for text in read_prompts(path, "--prompt-file")], path.name

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from gammaray.client.completion import Completion, speculation_object
 from gammaray.errors import InvalidArgumentError
 from gammaray.program.values import GIVEN_FILE, NEW_FILE
 from gammaray.sampling import SAMPLING_RULES, SamplingParams
-from gammaray.types import MAX_GAMMA, Chunk, DrafterKind, GenerationRequest, VerificationMethod
+from gammaray.types import MAX_GAMMA, DrafterKind, GenerationRequest, VerificationMethod
 
 _KINDS: dict[type[FieldRule], type] = {Number: float, Integer: int}
 _SAMPLING = tuple(
@@ -88,13 +86,17 @@ def generate(
         given["prediction"] = _decoded("prediction", prediction.read_bytes())
     if receipt_file is not None:
         given["receipt"] = True
-    timeout_s = connection.timeout_s
 
-    def show(chunk: Chunk) -> None:
-        # Without `color`, echo strips the text's escape sequences when the output is not a terminal.
-        click.echo(printable(chunk.text), nl=chunk.finish_reason is not None, color=True)
+    async def stream(client: AsyncClient) -> Completion:
+        chunks = []
+        async for chunk in client.generate(text, timeout_s=connection.timeout_s, **given):
+            chunks.append(chunk)
+            if not as_json:
+                # Without `color`, echo strips the text's escape sequences when the output is not a terminal.
+                click.echo(printable(chunk.text), nl=chunk.finish_reason is not None, color=True)
+        return Completion.from_chunks(chunks)
 
-    completion = asyncio.run(_run(connection.client(), text, timeout_s, given, None if as_json else show))
+    completion = connection.call(stream)
     if receipt_file is not None:
         with receipt_file.open("a") as file:
             file.write(f"{completion.receipt}\n")
@@ -102,22 +104,6 @@ def generate(
         click.echo(json.dumps(_json(completion, "logprobs" in given), ensure_ascii=False))
     else:
         print_summary(Console(stderr=True, highlight=False), completion)
-
-
-async def _run(
-    client: AsyncClient,
-    prompt: str,
-    timeout_s: float,
-    options: dict[str, Any],
-    show: Callable[[Chunk], None] | None = None,
-) -> Completion:
-    chunks = []
-    async with client:
-        async for chunk in client.generate(prompt, timeout_s=timeout_s, **options):
-            chunks.append(chunk)
-            if show:
-                show(chunk)
-    return Completion.from_chunks(chunks)
 
 
 def _decoded(name: str, data: bytes) -> str:

@@ -47,27 +47,26 @@ def top(connection: Connection, interval_s: float, once: bool, as_json: bool) ->
 
     Ratios cover the last interval, or the time since the start if nothing happened in it.
     """
-    asyncio.run(_top(connection.client(), connection.timeout_s, interval_s, once, as_json))
+    connection.call(lambda client: _top(client, connection.timeout_s, interval_s, once, as_json))
 
 
 async def _top(client: AsyncClient, timeout_s: float, interval_s: float, once: bool, as_json: bool) -> None:
     console = output_console()
     history: deque[float] = deque(maxlen=_HISTORY)
-    async with client:
-        activities = _watch(client, timeout_s, interval_s)
-        if as_json or once or not console.is_terminal:
-            async for activity in activities:
-                history.append(activity.total.tokens_per_s)
-                if as_json:
-                    click.echo(json.dumps(asdict(activity)))
-                else:
-                    console.print(view(activity, history))
-                if once:
-                    return
-        with Live(Text("connecting ..."), console=console, screen=True, auto_refresh=False) as live:
-            async for activity in activities:
-                history.append(activity.total.tokens_per_s)
-                live.update(view(activity, history), refresh=True)
+    activities = _watch(client, timeout_s, interval_s)
+    if as_json or once or not console.is_terminal:
+        async for activity in activities:
+            history.append(activity.total.tokens_per_s)
+            if as_json:
+                click.echo(json.dumps(asdict(activity)))
+            else:
+                console.print(view(activity, history))
+            if once:
+                return
+    with Live(Text("connecting ..."), console=console, screen=True, auto_refresh=False) as live:
+        async for activity in activities:
+            history.append(activity.total.tokens_per_s)
+            live.update(view(activity, history), refresh=True)
 
 
 async def _watch(client: AsyncClient, timeout_s: float, interval_s: float) -> AsyncIterator[Activity]:

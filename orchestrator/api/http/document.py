@@ -43,9 +43,8 @@ def route(
 ) -> dict[str, Any]:
     """Return the arguments of a route; one whose requests never fail with 401 needs no key.
 
-    Args:
-        content: Schema of an answer, or the name of its component, by content type.
-        body: Component of the request's body, if it has one.
+    `content` has the schema of an answer, or the name of its component, by content type; `body` is the
+    component of the request's body, if it has one.
     """
     answers: dict[int, dict[str, Any]] = {200: {"description": meaning, "content": _content(content)}}
     for status in sorted(errors):

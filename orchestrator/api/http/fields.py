@@ -305,9 +305,8 @@ def checked_tools(
 ) -> list[Tool]:
     """Return the functions that a body defines; `field` names the field of a definition by its index.
 
-    Raises:
-        InvalidArgumentError: A name occurs twice, a tool is required without tools, the chosen one is
-            unknown, or their schemas are too long or nested too deeply.
+    InvalidArgumentError if a name occurs twice, a tool is required without tools, the chosen one is unknown,
+    or their schemas are too long or nested too deeply.
     """
     tools = [
         Tool(own.name, own.description, own.parameters, f"{field.format(index)}.parameters")

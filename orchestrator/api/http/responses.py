@@ -166,7 +166,6 @@ class WholeLogprobs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the JSON so far."""
         return sum(items.num_bytes for items in self._fields.values() if isinstance(items, EncodedList))
 
     def add(self, tokens: Sequence[EmittedToken]) -> None:

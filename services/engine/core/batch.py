@@ -19,27 +19,21 @@ from services.engine.core.session_cache import SessionCache
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """One session's share of a step.
-
-    Attributes:
-        session_id: The session.
-        start: Absolute position of `token_ids[0]`; cached entries from `start` on are dropped first.
-        token_ids: Committed tokens that are not cached yet, then the proposal's nodes. At least one.
-        num_logits: Logits are returned for the last `num_logits` tokens; 0 for pure prefill.
-        parents: For a tree: the parent of each of the LAST len(parents) tokens, as an index into those
-            last tokens, -1 for the token just before them, -2 for the one before that. None: a chain.
-        num_kept: How many cached nodes of the session's tree are kept; `token_ids` are nodes added to them.
-            Then `start` is the chain's length, and indices in `parents` count the kept nodes first.
-        features: Of a head: features of the position before each of the first tokens, [tokens, width]; the
-            states that it computed itself stand in for the others.
-    """
+    """One session's share of a step."""
 
     session_id: str
-    start: int
+    start: int  # absolute position of `token_ids[0]`; cached entries from `start` on are dropped first
+    # Committed tokens that are not cached yet, then the proposal's nodes. At least one.
     token_ids: Sequence[int]
-    num_logits: int
+    num_logits: int  # logits are returned for the last `num_logits` tokens; 0 for pure prefill
+    # For a tree: the parent of each of the LAST len(parents) tokens, as an index into those last tokens, -1
+    # for the token just before them, -2 for the one before that. None: a chain.
     parents: Sequence[int] | None = None
+    # How many cached nodes of the session's tree are kept; `token_ids` are nodes added to them. Then `start`
+    # is the chain's length, and indices in `parents` count the kept nodes first.
     num_kept: int = 0
+    # Of a head: features of the position before each of the first tokens, [tokens, width]; the states that it
+    # computed itself stand in for the others.
     features: Tensor | None = field(default=None, compare=False)
 
 
@@ -137,17 +131,11 @@ class Runner(ABC):
 
 
 def allowed_slots(segment: Segment, window: int | None) -> Tensor | None:
-    """Return which slots each row of a segment may attend to.
+    """Return which slots each row of a segment may attend to: boolean [count, slots to its last]; None: all.
 
     A row sees the committed slots, its ancestors and itself, if they are less than `window` positions back
-    and not before the cache's first slot.
-    A tree's siblings share positions, so the window counts positions, not slots.
-
-    Args:
-        window: Number of positions a row sees, including itself; None for all.
-
-    Returns:
-        Boolean [count, slots up to the segment's last], or None when all is allowed.
+    and not before the cache's first slot. A tree's siblings share positions, so the window, None for all,
+    counts positions, not slots.
     """
     count, start, first = segment.count, segment.start, segment.cache.first
     if segment.parents is None and count == 1 and first == 0 and (window is None or start < window):

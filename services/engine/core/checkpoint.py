@@ -47,15 +47,10 @@ def check_unquantised(name: str, config: PretrainedConfig) -> None:
 
 
 def check_loading(name: str, info: Mapping[str, Iterable[Any]], num_layers: int) -> None:
-    """Check that a checkpoint has the model's weights, and no others.
+    """Check that a checkpoint has the model's weights, and no others but of layers from `num_layers` on.
 
-    Args:
-        info: The loading report of transformers.
-        num_layers: Layers of the model; those from this one on may be in the checkpoint.
-
-    Raises:
-        UnsupportedModelError: Weights are missing, or have no place in the model.
-        InvalidModelError: A weight has another shape.
+    By `info`, the loading report of transformers: UnsupportedModelError if weights are missing, or have no
+    place in the model, InvalidModelError if one has another shape.
     """
     if mismatched := sorted(info["mismatched_keys"]):
         key, stored, expected = mismatched[0]

@@ -71,9 +71,7 @@ class DraftFormat:
 def load_drafter(name: str, target: str, *, device: str, dtype: str) -> tuple[LoadedModel, DraftFormat]:
     """Load a drafter as an ordinary model, whose head may be smaller and its embedding larger.
 
-    Args:
-        name: Directory or hub name, or `early-exit:N`.
-        target: The target's directory or hub name; "" if it is not known.
+    The `name` may be `early-exit:N`, and the `target` "" if it is not known.
 
     Raises:
         NotFoundError: There is no such model.
@@ -193,14 +191,9 @@ def _stored(name: str, folder: Path, module: PreTrainedModel) -> dict[str, Tenso
 
 
 def target_tensor(name: str, target: str, what: str) -> Tensor:
-    """Return one tensor of a target, of which nothing else is read.
+    """Return the "embedding" or "output matrix" (`what`) of a target, of which nothing else is read.
 
-    Args:
-        target: The target's directory or hub name; "" if it is not known.
-        what: "embedding" or "output matrix".
-
-    Raises:
-        InvalidArgumentError: The target is not known, or has no such tensor in safetensors.
+    InvalidArgumentError if the target is "", not known, or has no such tensor in safetensors.
     """
     allowed = f"a directory or hub name with safetensors, as {name} shares the target's {what}"
     if not target:

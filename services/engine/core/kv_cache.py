@@ -54,13 +54,10 @@ class CacheStats:
 
 
 class CacheStore:
-    """All sessions' caches under one byte budget.
+    """All sessions' caches under one budget, of `budget_bytes`.
 
     Caches of ended sessions use the rest of the budget. When room is needed these are dropped first, and then
     the least recently used sessions are evicted.
-
-    Attributes:
-        budget_bytes: Upper bound of all caches.
     """
 
     def __init__(self, shape: CacheShape, budget_bytes: int) -> None:
@@ -73,7 +70,6 @@ class CacheStore:
         self._salts: dict[str, str] = {}
 
     def stats(self) -> CacheStats:
-        """Return the counters of the cache."""
         used = self._used_slots * self.shape.slot_bytes
         retained = self._retained.num_slots * self.shape.slot_bytes
         return CacheStats(len(self._sessions), used, self.budget_bytes, self.num_evictions, retained)
@@ -97,14 +93,9 @@ class CacheStore:
         return 0 if cache is None else len(cache.tree_tokens)
 
     def truncate(self, session_id: str, length: int, num_nodes: int = 0) -> None:
-        """Keep the first `length` tokens of a session; the cost depends only on the tokens dropped.
+        """Keep the first `length` tokens of a session, and `num_nodes` tree nodes if that is the whole chain.
 
-        Args:
-            length: Tokens of the chain to keep.
-            num_nodes: Tree nodes to keep, of those after the whole chain.
-
-        Raises:
-            ValueError: `length` is negative.
+        The cost depends only on the tokens dropped. ValueError if `length` is negative.
         """
         if length < 0:
             raise ValueError(f"length: got {length}, allowed: at least 0")
@@ -115,14 +106,9 @@ class CacheStore:
     def keep_path(self, session_id: str, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
         """Make the nodes of `path`, after they were fed, positions base, base + 1, ... of the chain.
 
-        Args:
-            base: Position of the path's first node: the number of tokens before it.
-            path: Indices of the accepted nodes, each the child of the one before.
-            keep: Indices, ascending, of nodes to keep as a tree after the new chain; all others are dropped.
-
-        Raises:
-            CacheGapError: The session has no cache.
-            ValueError: `base`, `path` or `keep` do not match the fed tokens.
+        `base` is the number of tokens before them, and each is the child of the one before. The nodes of
+        `keep`, ascending, stay as a tree after the new chain; all others are dropped. CacheGapError if the
+        session has no cache, ValueError if `base`, `path` or `keep` do not match the fed tokens.
         """
         cache = self.get(session_id)
         if cache is None:
@@ -132,12 +118,7 @@ class CacheStore:
     def reserve_all(self, wanted: dict[str, int], keep: frozenset[str] = frozenset()) -> list[SessionCache]:
         """Make room for each session's slots, evicting sessions outside `wanted` and `keep` if necessary.
 
-        Args:
-            wanted: Slots needed by session id.
-            keep: Further sessions that must not be evicted.
-
-        Raises:
-            CacheFullError: They alone exceed the budget; nothing was changed.
+        `wanted` has slots by session id. CacheFullError if they alone exceed the budget; nothing was changed.
         """
         growing = False
         for session_id, slots in wanted.items():
@@ -183,7 +164,6 @@ class CacheStore:
         self.release(session_id)
 
     def drop_retained(self) -> None:
-        """Free all retained caches."""
         self._retained.clear()
 
     def forget(self, session_id: str) -> None:
@@ -208,14 +188,10 @@ class CacheStore:
         return (best, best_length) if best_length else ("", 0)
 
     def fork(self, source: Source, copy: str, length: int, keep: frozenset[str] = frozenset()) -> None:
-        """Make `copy` hold the first `length` tokens of `source`'s chain.
+        """Make `copy` hold the first `length` tokens of `source`'s chain; CacheGapError if it has fewer.
 
         If both do not fit, a retained source is dropped to make room, or becomes the copy if that needs most
-        of it.
-
-        Raises:
-            CacheGapError: `source` has fewer.
-            CacheFullError: The two, and the sessions to `keep`, do not fit the budget.
+        of it; CacheFullError if the two, and the sessions to `keep`, do not fit the budget.
         """
         origin = self._retained.get(source) if isinstance(source, int) else self._sessions.get(source)
         num_cached = len(origin.tokens) if origin is not None else 0

@@ -69,12 +69,10 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.module.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights."""
         return self.module.dtype
 
     @property
@@ -187,10 +185,8 @@ def torch_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_config(name: str) -> PretrainedConfig:
     """Return a model's configuration.
 
-    Raises:
-        NotFoundError: There is no such model.
-        UnsupportedModelError: transformers does not know the architecture.
-        InvalidModelError: A number of the configuration is not one that a model can have.
+    NotFoundError if there is no such model, UnsupportedModelError if transformers does not know the
+    architecture, InvalidModelError if a number of the configuration is not one that a model can have.
     """
     try:
         stored, _ = PretrainedConfig.get_config_dict(name)
@@ -234,9 +230,8 @@ def check_config(name: str, config: PretrainedConfig) -> None:
 def max_context_of(name: str, config: PretrainedConfig) -> int:
     """Return the largest number of tokens in a sequence of a model.
 
-    Raises:
-        UnsupportedModelError: The configuration does not say it.
-        InvalidModelError: A token and its successor do not fit.
+    UnsupportedModelError if the configuration does not say it, InvalidModelError if a token and its successor
+    do not fit.
     """
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):

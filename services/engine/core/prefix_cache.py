@@ -64,7 +64,6 @@ class PrefixCache:
         self._caches.move_to_end(number)
 
     def pop(self, number: int) -> SessionCache:
-        """Remove and return a cache."""
         cache = self._caches.pop(number).cache
         self.num_slots -= cache.capacity
         return cache
@@ -74,7 +73,6 @@ class PrefixCache:
         self.pop(next(iter(self._caches)))
 
     def clear(self) -> None:
-        """Drop all."""
         while self._caches:
             self.drop_oldest()
 

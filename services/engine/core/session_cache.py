@@ -36,16 +36,10 @@ class SessionCache:
         del self.tree_tokens[num_nodes:], self.tree_parents[num_nodes:]
 
     def keep_path(self, base: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
-        """Make the chain its first `base` tokens and the nodes `path`, root first; drop all other nodes.
+        """Make the chain its first `base` tokens and the nodes `path`, as `CacheStore.keep_path` does.
 
-        Args:
-            base: Position of the path's first node.
-            path: Indices of nodes, each the child of the one before.
-            keep: Indices, ascending, of nodes to keep after the new chain.
-
-        Raises:
-            ValueError: `base` is past the chain, `path` is not a path from there, or the parent of a node in
-                `keep` is dropped.
+        ValueError if `base` is past the chain, `path` is not a path from there, or the parent of a node in
+        `keep` is dropped.
         """
         if not self.tree_tokens:
             self._keep_chain(base, path)

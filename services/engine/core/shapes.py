@@ -70,14 +70,9 @@ _NARROW = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 def check_fields(name: str, stored: Mapping[str, Any]) -> None:
-    """Check the numbers of a configuration, and those of the configurations in it.
+    """Check the numbers of a configuration, as stored or as completed, and of the configurations in it.
 
-    Args:
-        name: Directory or hub name of the model, draft or head.
-        stored: The configuration, as it is stored or as transformers completed it.
-
-    Raises:
-        InvalidModelError: A number is of another type, out of range or not finite, or contradicts another.
+    InvalidModelError if one is of another type, out of range or not finite, or contradicts another.
     """
     for key, value in stored.items():
         if isinstance(value, Mapping):
@@ -177,13 +172,9 @@ def _names_of(root: nn.Module, part: nn.Module | None) -> list[str]:
 
 
 def check_size(name: str, module: PreTrainedModel | None, num_bytes: int) -> None:
-    """Check that the files could hold the weights that a configuration describes, before they are allocated.
+    """Raise InvalidModelError if a model's files, of `num_bytes`, are too small for its configuration.
 
-    Args:
-        num_bytes: Size of its files of weights; 0 if that is not known.
-
-    Raises:
-        InvalidModelError: They are too small.
+    The weights are not allocated yet. 0 bytes pass, as a size that is not known.
     """
     if module is None or not num_bytes:
         return
@@ -212,15 +203,10 @@ def check_shape(name: str, key: str, tensor: Tensor, shape: tuple[int, ...]) -> 
 
 
 def check_weights(name: str, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Check stored weights against the parameters of a module.
+    """Check stored weights against the parameters of a module, which need no values, by the same names.
 
-    Args:
-        expected: The parameters, which need no values.
-        weights: The stored tensors, by the same names.
-
-    Raises:
-        UnsupportedModelError: Weights are missing, or have no place in the module.
-        InvalidModelError: A weight is of another shape or type, or not finite.
+    UnsupportedModelError if weights are missing, or have no place in the module; InvalidModelError if one is
+    of another shape or type, or not finite.
     """
     for verb, keys in (
         ("lacks", expected.keys() - weights.keys()),
@@ -236,13 +222,10 @@ def check_weights(name: str, expected: Mapping[str, Tensor], weights: Mapping[st
 
 
 def check_types(name: str, module: PreTrainedModel | None, types: Mapping[str, str]) -> None:
-    """Check that the weights of a checkpoint are stored as floating-point numbers.
+    """Raise InvalidModelError if the weights of a checkpoint are not stored as floating-point numbers.
 
-    Args:
-        types: The type of each stored tensor, by safetensors' names.
-
-    Raises:
-        InvalidModelError: transformers would take integers for weights.
+    transformers would take integers for weights. `types` has the type of each stored tensor, by safetensors'
+    names.
     """
     if module is None or all(_is_float(kind) for kind in types.values()):
         return
@@ -285,13 +268,8 @@ def check_rotary(name: str, rotary: nn.Module, head_dim: int) -> None:
 def check_token_map(name: str, count: int | None, vocab_size: int, d2t: Tensor | None) -> Tensor | None:
     """Return the target's token of each row of a drafter's head; None: row i is token i.
 
-    Args:
-        count: Its `draft_vocab_size`, if it has one.
-        vocab_size: Number of the target's token ids.
-        d2t: Integers [count]: how far each row's token lies above the row.
-
-    Raises:
-        InvalidModelError: The offsets are missing or give no ascending ids below `vocab_size`.
+    `count` is its `draft_vocab_size`, if it has one, and `d2t` [count] how far each row's token lies above
+    the row. InvalidModelError if these give no ascending ids below the target's `vocab_size`.
     """
     if count is None or (d2t is None and count == vocab_size):
         return None

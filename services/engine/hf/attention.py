@@ -153,12 +153,8 @@ def _explicit_attention(
 ) -> Tensor:
     """Attention with softcap and sinks, softmax in float32: [kv_heads, stacked rows, value_dim].
 
-    Args:
-        queries: [kv_heads, stacked rows, key_dim].
-        keys: [kv_heads, slots, key_dim].
-        values: [kv_heads, slots, value_dim].
-        mask: The slots that a row sees, [stacked rows, slots]; None for all.
-        inputs: The layer's arguments, for scale, softcap and sinks.
+    Queries are [kv_heads, stacked rows, key_dim], keys and values [kv_heads, slots, their dim]; the mask of
+    the slots that a row sees [stacked rows, slots], None for all.
     """
     scores = torch.matmul(queries, keys.transpose(-2, -1)).mul_(inputs.scale)
     if inputs.softcap is not None:

@@ -18,11 +18,9 @@ from services.engine.hf.taps import TapPoints, find_tap_points
 
 
 class TransformersRunner(Runner):
-    """Runs steps through the transformers model itself.
+    """Runs steps through the transformers model itself, switched to the engine's attention.
 
-    Args:
-        loaded: The model, switched to the engine's attention.
-        flash: Attend for prompts by a flash kernel where a layer allows one; None: on a GPU.
+    If `flash`, None: on a GPU, prompts are attended for by a flash kernel where a layer allows one.
     """
 
     def __init__(self, loaded: LoadedModel, layout: ModelLayout, *, flash: bool | None = None) -> None:

@@ -27,8 +27,7 @@ class TapPoints:
     def recording(self, taps: Taps) -> Iterator[None]:
         """Record the states of one forward, whose rows may be more than those of the taps.
 
-        Raises:
-            UnsupportedModelError: The forward bypassed one of the modules, or its states have another shape.
+        UnsupportedModelError if the forward bypassed one of the modules, or its states have another shape.
         """
 
         def before(column: int, _: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Any]) -> None:

@@ -76,11 +76,9 @@ def find_compiler() -> Compiler | None:
 
 
 def find_library(folder: Path, variant: str, compiler: Compiler | None = None) -> Path | None:
-    """Return the library of a variant in a folder, built from these sources with these flags; None if absent.
+    """Return the library of a variant of `VARIANTS` in a folder; None if absent.
 
-    Args:
-        variant: A name of `VARIANTS`.
-        compiler: The compiler that built it; None accepts any compiler.
+    It was built from these sources with these flags, by any compiler if `compiler` is None.
     """
     if compiler is not None:
         path = folder / _file_name(variant, compiler)

@@ -143,10 +143,8 @@ def _compiled(folder: Path, variant: str, compiler: Compiler) -> Path:
 def top_k_tokens(scores: Tensor, count: int, temperature: float) -> list[tuple[int, float]]:
     """Return the tokens with the largest scores and their shares of sum exp(score / temperature), best first.
 
-    Args:
-        scores: [vocab_size], float32 or float64; -inf for masked tokens.
-        count: Number of tokens, at most `MAX_GUESSES` of kernel.c and the size of the vocabulary.
-        temperature: Above 0.
+    Scores are [vocab_size], float32 or float64, -inf for masked tokens. The `count` is at most `MAX_GUESSES`
+    of kernel.c and the size of the vocabulary, and the temperature above 0.
     """
     library = load_kernel().library if scores.is_cpu and scores.is_contiguous() else None
     if library is None:

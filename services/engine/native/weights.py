@@ -80,12 +80,10 @@ def build_native(
     vocab_size: int,
     quantised: Mapping[int, QuantisedMatrix] | None = None,
 ) -> NativeModel:
-    """Lay out the weights of a model for which `native_obstacle` is empty.
+    """Lay out the weights of a model for which `native_obstacle` is empty, to compute `vocab_size` logits.
 
-    Args:
-        windows: Sliding window of each layer, None for full attention.
-        vocab_size: Number of logits to compute.
-        quantised: What `quantise_model` returned for the model, or nothing.
+    `windows` has the sliding window of each layer, None for full attention; `quantised` is what
+    `quantise_model` returned for the model, or nothing.
     """
     library = load_kernel().library
     assert library is not None
@@ -150,13 +148,8 @@ def check_layout(name: str, model: NativeModel) -> None:
 def pack_panels(weight: Tensor, panel: int, lanes: int, tile_inputs: int = 0) -> Tensor:
     """Lay out a float32 weight [outputs, inputs] as panels [ceil(outputs / panel), inputs, panel].
 
-    Args:
-        panel: Outputs per panel.
-        lanes: Lanes of a vector; bfloat16 panels interleave pairs of vectors, see `kernel.c`.
-        tile_inputs: Inputs of a tile of bfloat16 numbers, see `tiles.h`; 0: there are none.
-
-    Returns:
-        bfloat16 if that is lossless, else float32.
+    They are bfloat16 if that is lossless, else float32. Those of bfloat16 interleave pairs of vectors of
+    `lanes`, see `kernel.c`, and have tiles of `tile_inputs` inputs, see `tiles.h`, unless it is 0.
     """
     inputs = weight.shape[1]
     panels = _panels(weight, panel)

@@ -41,23 +41,18 @@ class LogitEdits:
     """Grammar, masks, bias and penalties of one session.
 
     The order is pinned: grammar, allow and ban masks, `min_tokens`, logit bias, repetition penalty (prompt
-    and output), frequency and presence penalties (output only).
+    and output), frequency and presence penalties (output only). InvalidArgumentError if the masks leave no
+    token, whatever the position: masks that leave none while `min_tokens` applies are always refused.
 
     Args:
-        params: Sampling parameters, validated against the vocabulary.
         eos_token_ids: Tokens masked until `params.min_tokens` tokens were produced.
         prompt_length: Number of leading tokens that count as prompt.
-        vocab_size: Number of logits in a row.
         grammar: State of the grammar before the first token after the prompt; None if `params` has none.
 
     Attributes:
         empty_rows: Rows of the last `apply` for which the grammar and the other masks leave no token.
         unmasked_rows: Rows of the last `apply` without a mask, as the proposal exceeds the limits of the
             grammar there: no token may be taken from them.
-
-    Raises:
-        InvalidArgumentError: The masks leave no token. This does not depend on the position: masks that leave
-            none while `min_tokens` applies are always refused.
     """
 
     def __init__(
@@ -117,14 +112,9 @@ class LogitEdits:
             self._grammar.prepare(paths)
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Return edited logits.
+        """Return edited logits: [rows, vocab_size] float32, -inf for masked tokens; `logits` are not changed.
 
-        Args:
-            logits: [rows, vocab_size]. Not changed.
-            paths: For each row, the tokens between the committed ones and the row; they count as output.
-
-        Returns:
-            [rows, vocab_size] float32, -inf for masked tokens.
+        Each row has a path: the tokens between the committed ones and the row, which count as output.
         """
         logits = logits.to(torch.float32, copy=True)
         ends: frozenset[int] = frozenset()

@@ -44,7 +44,6 @@ def processed_log_probs(
 
     Args:
         logits: [rows, vocab_size]. Not changed.
-        params: Sampling parameters, validated against the vocabulary.
         edits: Masks, bias and penalties, updated to the committed tokens; None if `params` has none.
         paths: For each row, the tokens between the committed ones and the row, as of `row_paths`.
         is_normalised: Whether to subtract the logarithm of their sum, which a Gumbel-max draw does not need.

@@ -28,12 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from services.engine.native.library import load_kernel
+
+W = TypeVar("W", int, Tensor)
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -46,18 +48,11 @@ _MAX_BLOCK_ROWS = 16
 _CACHE_BYTES = 12 << 20
 
 
-def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | tuple[Tensor, Tensor]
-) -> tuple[Tensor, ...]:
-    """Return the four output words of Philox4x32-10.
+def philox4x32(counter: tuple[W, W, W, W], seed: int | tuple[W, W]) -> tuple[W, W, W, W]:
+    """Return the four output words of Philox4x32-10, int64 with values in [0, 2^32) as those of the counter.
 
-    Args:
-        counter: Four int64 tensors with values in [0, 2^32), of shapes that broadcast. Small tensors for
-            constant words make the first rounds nearly free.
-        seed: The key, in [0, 2^64); or its low and high word, tensors that broadcast with the counter.
-
-    Returns:
-        Four int64 tensors with values in [0, 2^32).
+    The counter's shapes broadcast: small tensors for constant words make the first rounds nearly free. The
+    key `seed` is in [0, 2^64); or its low and high word, tensors that broadcast with the counter.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = (seed & _MASK, seed >> 32) if isinstance(seed, int) else seed
@@ -76,13 +71,7 @@ def philox4x32(
 
 def philox_word(counter: tuple[int, int, int, int], seed: int) -> int:
     """Return the first output word of Philox4x32-10 for one counter."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = seed & _MASK, seed >> 32
-    for _ in range(_ROUNDS):
-        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (high >> 32) ^ c1 ^ k0, high & _MASK, (low >> 32) ^ c3 ^ k1, low & _MASK
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0
+    return philox4x32(counter, seed)[0]
 
 
 def exponential(
@@ -99,9 +88,7 @@ def exponential(
     """Return standard exponential noise E(t, v) = -log1p(-u), precise for small values, which decide draws.
 
     Args:
-        seed: Key, in [0, 2^64).
         start: First absolute position.
-        sample_index: Index among several samples for one seed.
         stream: 0 or 3, see the table above.
         device: Where to compute. Devices may differ in the last bit of the logarithm.
         token_ids: Compute only the noise of these `vocab_size` ids, on `device`; None for all ids in order.
@@ -139,12 +126,9 @@ def exponential(
 
 
 class Noise:
-    """The noise of one session.
+    """The noise of one session: of a seed in [0, 2^64) and an index among several samples in [0, 2^24).
 
-    Args:
-        seed: Key, in [0, 2^64).
-        sample_index: Index among several samples for one prompt and seed, in [0, 2^24).
-        token_ids: If given, rows have only the noise of these `vocab_size` ids, on `device`.
+    With `token_ids`, rows have only the noise of these `vocab_size` ids, on `device`.
     """
 
     def __init__(
@@ -164,12 +148,7 @@ class Noise:
     def gumbel(self, start: int, count: int) -> Tensor:
         """Return -log E(t, v) of the stream that draft and target share; callers must not write to it.
 
-        Args:
-            start: First absolute position.
-            count: Number of positions, at least 1.
-
-        Returns:
-            [count, vocab_size] float64.
+        It is [count, vocab_size] float64, for `count` positions, at least 1, from `start` on.
         """
         return self._shared.rows(start, count)
 
@@ -192,9 +171,7 @@ class Noise:
     def accept_uniform(self, position: int, base: int = 0) -> float:
         """Return the uniform of the acceptance test at a position: a multiple of 2^-33 in (0, 1), exact.
 
-        Args:
-            position: Position of the tested token.
-            base: Base position of the cycle, where later cycles may test the position again; else 0.
+        `base` is that of the cycle where later cycles may test the position again; else 0.
         """
         word = philox_word((0, position, base, self.sample_index << 8 | _ACCEPT), self.seed)
         return (word + 0.5) * 2.0**-32

@@ -20,11 +20,8 @@ class StateStore:
     """The states that enter some layers of a target, in a folder next to the answers.
 
     It has a folder for these layers, with JOB.npy for each answer: bfloat16 [tokens, taps, hidden_size], as
-    int16.
-
-    Args:
-        target: The model that computes them, with its layers in `layers` and its last norm in `norm`.
-        taps: j for the state that enters layer j, the number of layers for the one that enters the last norm.
+    int16. Tap j is the state that enters layer j of the target's `layers`; the number of layers stands for
+    what enters its last `norm`.
     """
 
     def __init__(self, folder: Path, target: PreTrainedModel, taps: Items[int]) -> None:

@@ -39,7 +39,6 @@ class Sequence:
 
     @property
     def num_answer(self) -> int:
-        """Length of the answer."""
         return len(self.token_ids) - self.num_prompt
 
 

@@ -39,27 +39,17 @@ _ANNOUNCED = re.compile(rb':worker:(draft|target):\w+\r\n\$\d+\r\n\{"address": "
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the bytes of a link.
+    """What happens to the bytes of a link."""
 
-    Args:
-        name: Name in results.
-        ways: Directions that it concerns.
-        is_cut: Connections are reset, and new ones too.
-        swallows: Bytes are accepted and discarded; connections that lost some are reset at the end.
-        stalls: Bytes wait until the end.
-        delay_s: Time that bytes wait, in seconds, and as much again at most by chance.
-        loss: Share of the chunks that wait for a retransmission, and those behind them.
-        bytes_per_s: Bandwidth of each connection; None: not limited.
-    """
-
-    name: str
-    ways: tuple[str, ...] = (UP, DOWN)
-    is_cut: bool = False
+    name: str  # name in results
+    ways: tuple[str, ...] = (UP, DOWN)  # directions that it concerns
+    is_cut: bool = False  # connections are reset, and new ones too
+    # Bytes are accepted and discarded; connections that lost some are reset at the end.
     swallows: bool = False
-    stalls: bool = False
-    delay_s: float = 0.0
-    loss: float = 0.0
-    bytes_per_s: float | None = None
+    stalls: bool = False  # bytes wait until the end
+    delay_s: float = 0.0  # time that bytes wait, in seconds, and as much again at most by chance
+    loss: float = 0.0  # share of the chunks that wait for a retransmission, and those behind them
+    bytes_per_s: float | None = None  # bandwidth of each connection; None: not limited
 
 
 NONE = Fault("none")

@@ -41,23 +41,14 @@ FAILOVER_TIMEOUT_S = 180.0
 
 @dataclass
 class NetworkRedis:
-    """Two servers of which Sentinel makes one the primary.
+    """Two servers of which Sentinel makes one the primary."""
 
-    Attributes:
-        links: To each of the two.
-        sentinel: Link to Sentinel.
-        password: Of the two.
-        disk: The disk of both servers; None: the machine does not let us mount one.
-        clock: The numbers of both servers' clock (`redis_clock`).
-        start: Starts the server of a link, which has ended.
-    """
-
-    links: list[Link]
+    links: list[Link]  # to each of the two
     sentinel: Link
-    password: str
-    disk: Path | None
-    clock: mmap.mmap
-    start: Callable[[Link], None]
+    password: str  # of the two
+    disk: Path | None  # the disk of both servers; None: the machine does not let us mount one
+    clock: mmap.mmap  # the numbers of both servers' clock (`redis_clock`)
+    start: Callable[[Link], None]  # starts the server of a link, which has ended
 
     @property
     def url(self) -> str:

@@ -43,19 +43,12 @@ READY = re.compile(r"ready http=(http://127\.0\.0\.1:\d+) grpc=(127\.0\.0\.1:\d+
 
 @dataclass
 class Cluster:
-    """A running cluster.
+    """A running cluster."""
 
-    Args:
-        http: Base URL of the HTTP API, without /v1.
-        grpc: host:port of the gRPC API.
-        launcher: The process that started it.
-        output: Standard output of the launcher.
-    """
-
-    http: str
-    grpc: str
-    launcher: subprocess.Popen[str]
-    output: list[str] = field(default_factory=list)
+    http: str  # base URL of the HTTP API, without /v1
+    grpc: str  # host:port of the gRPC API
+    launcher: subprocess.Popen[str]  # the process that started it
+    output: list[str] = field(default_factory=list)  # standard output of the launcher
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.http}/v1", api_key="none", max_retries=0, timeout=60)

@@ -88,7 +88,6 @@ class ResponseBuilder:
         return [self._event(delta)]
 
     def end_item(self, *, is_whole: bool = True) -> list[types.Event]:
-        """End the item that is open, if any."""
         if self._item is None:
             return []
         place, item, self._item = self._place, self._item, None

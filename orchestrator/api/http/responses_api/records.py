@@ -36,9 +36,8 @@ class ResponseRecords:
     async def create(self, response_id: str, items: bytes, response: bytes, room: int) -> None:
         """Store a response that begins, and reserve `room` bytes for its output.
 
-        Raises:
-            InvalidArgumentError: Its input, or what its output may take, is too large to be stored.
-            ResourceExhaustedError: A bound of stored bytes is reached; has a retry delay.
+        InvalidArgumentError if its input, or what its output may take, is too large to be stored;
+        ResourceExhaustedError, with a retry delay, if a bound of stored bytes is reached.
         """
         if len(items) > MAX_STORED_BYTES:
             got = f"{len(items)} bytes with the input of earlier responses"

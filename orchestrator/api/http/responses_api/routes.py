@@ -56,7 +56,23 @@ def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
 
     @app.post("/v1/responses", **created)
     async def create(request: Request) -> fastapi.Response:
-        return await _create(backend, bodies, request)
+        caller = caller_of(request)
+        async with bodies.read(request) as data:
+            is_small = is_quick(data, backend.tokenizer)
+            parse = partial(parse_body, ResponsesRequest, data)
+            body = parse() if is_small else await in_parser_thread(parse)
+            earlier = []
+            if body.previous_response_id is not None:
+                earlier = await ResponseRecords(backend, caller).items_after(body.previous_response_id)
+            if is_small and not earlier:
+                plan = plan_response(body, backend)
+            else:
+                plan = await in_parser_thread(plan_response, body, backend, earlier)
+        run = ResponseRun(backend, plan, caller)
+        if not body.stream:
+            return json_in_pieces(await while_connected(request, run.whole()))
+        events = run.stream(is_padded=body.stream_options.include_obfuscation)
+        return EventStream(await while_connected(request, anext(events)), events)
 
     meaning = "A stored response."
 
@@ -86,23 +102,3 @@ def add_responses(app: FastAPI, backend: Backend, bodies: BodyReader) -> None:
     ) -> fastapi.Response:
         records = ResponseRecords(backend, caller_of(request))
         return JSONResponse(await records.input_items(response_id, query.limit, query.order, query.after))
-
-
-async def _create(backend: Backend, bodies: BodyReader, request: Request) -> fastapi.Response:
-    caller = caller_of(request)
-    async with bodies.read(request) as data:
-        is_small = is_quick(data, backend.tokenizer)
-        parse = partial(parse_body, ResponsesRequest, data)
-        body = parse() if is_small else await in_parser_thread(parse)
-        earlier = []
-        if body.previous_response_id is not None:
-            earlier = await ResponseRecords(backend, caller).items_after(body.previous_response_id)
-        if is_small and not earlier:
-            plan = plan_response(body, backend)
-        else:
-            plan = await in_parser_thread(plan_response, body, backend, earlier)
-    run = ResponseRun(backend, plan, caller)
-    if not body.stream:
-        return json_in_pieces(await while_connected(request, run.whole()))
-    events = run.stream(is_padded=body.stream_options.include_obfuscation)
-    return EventStream(await while_connected(request, anext(events)), events)

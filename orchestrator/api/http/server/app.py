@@ -185,12 +185,10 @@ def create_app(
     allowed_hosts: str = "",
     cors_origins: str = "",
 ) -> FastAPI:
-    """Return the ASGI application.
+    """Return the ASGI application, which awaits `close` when it shuts down.
 
-    Args:
-        close: Awaited when the application shuts down.
-        allowed_hosts: Names of this server for requests without a key, see `sites.Hosts`.
-        cors_origins: Origins of browser applications that may call it, separated by commas.
+    `allowed_hosts` are names of this server for requests without a key, see `sites.Hosts`; `cors_origins`
+    those of browser applications that may call it, separated by commas.
     """
 
     @asynccontextmanager

@@ -54,15 +54,10 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model calls tools.
+    """Whether the model calls tools."""
 
-    Args:
-        mode: "none": it does not; "auto": as it likes; "required": it does.
-        name: With "required": the only tool that it may call; empty for all.
-    """
-
-    mode: ChoiceMode
-    name: str = ""
+    mode: ChoiceMode  # "none": it does not; "auto": as it likes; "required": it does
+    name: str = ""  # with "required": the only tool that it may call; empty for all
 
 
 @dataclass(frozen=True)
@@ -83,9 +78,7 @@ class CallPlan:
         """Return the grammar of the completion, empty if it is free.
 
         Unless calls are forced, it allows messages by the rule `answer`, any if that is empty.
-
-        Raises:
-            InvalidArgumentError: The schema of a tool is none or too deep, or no grammar can express this.
+        InvalidArgumentError if the schema of a tool is none or too deep, or no grammar can express this.
         """
         if not self.is_forced and not answer:
             return ""

@@ -24,12 +24,11 @@ def call_grammar(
     answer: str = "",
     is_thinking: bool = False,
 ) -> str:
-    """Return the grammar of at least one call, or of an answer.
+    """Return the grammar of at least one call, or of an answer by the right side `answer` unless it is empty.
 
     Args:
         tools: Name, schema of the arguments, and the schema's field, for errors, of each that may be called.
         is_parallel: Whether there may be several calls; never with Llama, whose templates refuse several.
-        answer: Right side of the rule of messages without calls; empty: there must be a call.
         is_thinking: Whether the prompt ends in a thinking part, which the message continues.
     """
     family = form.family

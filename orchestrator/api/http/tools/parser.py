@@ -88,13 +88,10 @@ class _State(Enum):
 
 
 class CallParser:
-    """Finds the tool calls in one completion.
+    """Finds the tool calls in one completion, and drops those after `max_calls`.
 
-    Args:
-        new_id: Returns the id of the call with this index.
-        max_calls: Further calls are dropped; None: no bound.
-        is_after_marker: Whether the prompt ends with the marker before the calls.
-        sole_name: Name of the tool that is called if any call begins; empty if it is open.
+    `new_id` returns the id of the call with an index. With `is_after_marker` the prompt ends with the marker
+    before the calls; `sole_name` is the tool that is called if any call begins, empty if it is open.
     """
 
     def __init__(

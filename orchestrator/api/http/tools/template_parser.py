@@ -34,12 +34,10 @@ schemas that are none, which are not checked unless a call is forced."""
 
 
 class TemplateParser:
-    """Finds the tool calls in one completion, see `CallParser`.
+    """Finds the tool calls in one completion by a response template, see `CallParser` and `ChatFormat`.
 
-    Args:
-        template: The response template, see `ChatFormat`.
-        tools: The tools in OpenAI's form: texts of arguments become values of the types in their schemas.
-        prompt: The rendered prompt, which may begin the message.
+    By `tools`, in OpenAI's form, texts of arguments become values of the types in their schemas. The rendered
+    `prompt` may begin the message.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ def test_prediction_is_found_again_after_a_long_deviation_and_a_takeover():
 def test_match_becomes_a_proposal_with_the_distributions_that_verification_needs(method):
     session = session_with([], method=method)
     match = PredictionDrafter(TEXT).look_up(session, 2)
-    proposal = to_proposal(match, session)
+    proposal = to_proposal(match, session, 2)
     assert (proposal.token_ids, proposal.parents) == ((10, 11), None)
     assert proposal.drafter is DrafterKind.PREDICTION
     if method.uses_draft_distributions:
