@@ -34,6 +34,7 @@ from orchestrator.service import Orchestrator
 from orchestrator.storage.keys import StoreBounds
 from orchestrator.storage.session_store import RedisStore
 from orchestrator.workers import verifier
+from orchestrator.workers.early_blocks import EarlyBlocks
 from tests.support.workers.redis_helpers import redis_name, running_redis
 from tests.support.workers.resume_helpers import first_chunks, sessions_on
 from tests.support.workers.scripted_workers import scripted, until, until_so
@@ -340,6 +341,26 @@ async def test_a_stream_that_is_closed_leaves_nothing_on_the_worker(orchestrator
     assert tokens_of(await complete(orchestrator, again)) == tokens_of(
         await complete(orchestrator, replace(again, gamma=GammaPolicy(4)))
     )
+
+
+async def test_blocks_for_likely_outcomes_reach_the_target_before_its_verdict(orchestrator, monkeypatch):
+    takes, num_sent = [], []
+    take, send = EarlyBlocks.take, EarlyBlocks.send
+    monkeypatch.setattr(EarlyBlocks, "take", lambda *given: takes.append(take(*given)) or takes[-1])
+    monkeypatch.setattr(EarlyBlocks, "send", lambda *given: num_sent.append(send(*given)))
+    for request in (REQUESTS[2], replace(REQUESTS[2], sampling=replace(SEEDED, temperature=0.0))):
+        plain = await complete(orchestrator, request)
+        assert not num_sent
+        drafted = await complete(orchestrator, replace(request, gamma=GammaPolicy(4)))
+        assert tokens_of(drafted) == tokens_of(plain)
+        assert text_of(drafted) == text_of(plain)
+        used = [early for early in takes if early is not None]
+        assert len(used) > 5
+        assert len(num_sent) > len(used)  # some outcomes did not come
+        takes.clear()
+        num_sent.clear()
+    (link,) = orchestrator.fleet.targets.links.values()
+    assert not link.pending
 
 
 SHORT = GenerationRequest("x = ", max_tokens=12, ignore_eos=True, drafter=DrafterKind.NONE)

@@ -294,3 +294,26 @@ async def test_prompt_logprobs_have_as_many_alternatives_as_asked_for(scored_mod
         single = (await link.ask(scored_block(LONG[:1], num_top=num_top, session_id="one"))).verdict
         assert single.HasField("prompt_logprobs")
         assert not single.prompt_logprobs.logprobs
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(seed=11)])
+async def test_conditional_block_is_served_after_the_expected_verdict_only(target, params):
+    spec = spec_message(params)
+    (first,) = emitted(await target.ask(verify_block(PROMPT, spec=spec)))
+    (second,) = emitted(await target.ask(verify_block([*PROMPT, first], spec=spec)))
+    proposal = types.Proposal(token_ids=[second])
+    expected = await target.ask(verify_block([*PROMPT, first], proposal, spec=spec))
+    await target.release("s")
+
+    def after(token):
+        context = types.TokenSpan(start=12, token_ids=[token])
+        block = verify_block([*PROMPT, token], proposal, context=context, is_conditional=True)
+        block.ClearField("spec")
+        return block
+
+    blocks = [verify_block(PROMPT, spec=spec), after((first + 1) % 97), after(first), after(first)]
+    now, other, served, again = await target.ask(*blocks)
+    assert emitted(now) == [first]
+    assert served.verdict == expected.verdict
+    for refused in (other, again):  # the last one comes after a further verdict
+        assert refused.need.position == 12

@@ -32,7 +32,7 @@ PROGRESS_S = 5.0
 """Seconds after the last fault within which every stream must have gone on."""
 
 LOOK_S = 0.1
-SETTLE_S = 1.0
+SETTLE_S = 3.0  # a turn that its client left goes on to its end
 REAP_S = 25.0
 """Seconds after which a session without an owner is detached: a lease, and the time between two looks."""
 

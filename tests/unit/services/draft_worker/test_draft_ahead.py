@@ -108,9 +108,7 @@ def test_ahead_follows_more_outcomes_where_rows_are_free():
     assert many > 1.5 * few > 0
 
 
-@pytest.mark.parametrize(
-    ("row_s", "wanted"), [(0.0, MANY_ROWS[0]), (0.02, MANY_ROWS[1]), (0.2, AHEAD_ROWS)]
-)
+@pytest.mark.parametrize(("row_s", "wanted"), [(0.0, MANY_ROWS[0]), (0.02, MANY_ROWS[1]), (0.2, AHEAD_ROWS)])
 def test_rows_of_ahead_are_those_that_cost_nothing(row_s, wanted, monkeypatch):
     engine, clock = TableEngine(), [0.0]
     step = engine.step
