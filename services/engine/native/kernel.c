@@ -549,6 +549,8 @@ EXPORT void gr_map(const gr_matrix *m, int32_t rows, const float *x, float *y, f
 
 #define MAX_GUESSES 16
 
+#define GUESS_BLOCK 64
+
 /* The `count` largest of `size` scores, best first, the lower index first among equals: their indices, and
  * their share of sum exp(score / temperature). Returns how many there are. */
 #define GUESSES(name, number)                                                                              \
@@ -557,23 +559,36 @@ EXPORT void gr_map(const gr_matrix *m, int32_t rows, const float *x, float *y, f
         number best[MAX_GUESSES];                                                                          \
         int32_t found = 0;                                                                                 \
         if (count > MAX_GUESSES) count = MAX_GUESSES;                                                      \
-        for (int64_t i = 0; i < size; i++) {                                                               \
-            if (found == count && !(scores[i] > best[found - 1])) continue;                                \
-            int32_t at = found < count ? found++ : found - 1;                                              \
-            for (; at > 0 && scores[i] > best[at - 1]; at--) best[at] = best[at - 1], index[at] = index[at - 1]; \
-            best[at] = scores[i], index[at] = (int32_t)i;                                                  \
+        for (int64_t from = 0; from < size; from += GUESS_BLOCK) {                                         \
+            int64_t to = from + GUESS_BLOCK < size ? from + GUESS_BLOCK : size;                            \
+            if (found == count && to - from == GUESS_BLOCK) {                                              \
+                int32_t is_better = 0;                                                                     \
+                for (int64_t j = 0; j < GUESS_BLOCK; j++) is_better |= scores[from + j] > best[found - 1]; \
+                if (!is_better) continue;                                                                  \
+            }                                                                                              \
+            for (int64_t i = from; i < to; i++) {                                                          \
+                if (found == count && !(scores[i] > best[found - 1])) continue;                            \
+                int32_t at = found < count ? found++ : found - 1;                                          \
+                for (; at > 0 && scores[i] > best[at - 1]; at--)                                           \
+                    best[at] = best[at - 1], index[at] = index[at - 1];                                    \
+                best[at] = scores[i], index[at] = (int32_t)i;                                              \
+            }                                                                                              \
         }                                                                                                  \
         if (!found) return 0;                                                                              \
+        const float colder = 1.0f / temperature;                                                           \
         vf total = splat(0);                                                                               \
         for (int64_t i = 0; i < size; i += LANES) {                                                        \
             float part[LANES];                                                                             \
-            for (int64_t j = 0; j < LANES; j++)                                                            \
-                part[j] = i + j < size ? (float)((scores[i + j] - best[0]) / temperature) : -INFINITY;     \
+            if (i + LANES <= size)                                                                         \
+                for (int64_t j = 0; j < LANES; j++) part[j] = (float)(scores[i + j] - best[0]) * colder; \
+            else                                                                                           \
+                for (int64_t j = 0; j < LANES; j++)                                                        \
+                    part[j] = i + j < size ? (float)(scores[i + j] - best[0]) * colder : -INFINITY; \
             vf x = load(part);                                                                             \
             total += blend(x < splat(-87.0f), splat(0), vector_exp(x));                                   \
         }                                                                                                  \
         float sum = sum_of(total);                                                                         \
-        for (int32_t i = 0; i < found; i++) share[i] = expf((float)((best[i] - best[0]) / temperature)) / sum; \
+        for (int32_t i = 0; i < found; i++) share[i] = expf((float)(best[i] - best[0]) * colder) / sum; \
         return found;                                                                                      \
     }
 GUESSES(gr_guesses_float32, float)
