@@ -13,6 +13,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterator
+from itertools import chain, product
 from pathlib import Path
 from types import CodeType
 
@@ -28,11 +29,7 @@ class Source:
         self._folder = folder
 
     def look(self, name: str) -> needs.Found:
-        """Return what is under a key of the plug-in's tables.
-
-        Raises:
-            AttributeError: Nothing is there.
-        """
+        """Return what is under a key of the plug-in's tables; raises AttributeError if nothing is."""
         module, _, path = name.partition(":")
         first, *rest = path.split(".")
         module, found = self._defined(module, first)
@@ -50,14 +47,15 @@ class Source:
 
     @functools.cache  # noqa: B019
     def _module(self, name: str) -> ast.Module:
-        path = self._folder.joinpath(*name.split("."))
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.exists():
-                return ast.parse(file.read_text())
-        raise AttributeError(f"no module {name}")
+        return ast.parse(self._text(name))
+
+    def _text(self, module: str) -> str:
+        path = self._folder.joinpath(*module.split("."))
+        files = (path.with_suffix(".py"), path / "__init__.py")
+        return "".join(file.read_text() for file in files if file.exists())
 
     def _defined(self, module: str, name: str) -> tuple[str, _Definition]:
-        for each in _top_level(self._module(module).body):
+        for each in ast.walk(self._module(module)):  # what is not within a class or function first
             if isinstance(each, _Definition) and each.name == name:
                 return module, each
             if isinstance(each, ast.ImportFrom) and each.module:
@@ -76,53 +74,43 @@ class Source:
         """Yield what a file imports of vLLM that this vLLM does not name."""
         for each in ast.walk(ast.parse(program.read_text())):
             if isinstance(each, ast.ImportFrom) and (module := each.module or "").startswith("vllm"):
-                path = self._folder.joinpath(*module.split("."))
-                files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()]
-                text = files[0].read_text() if files else ""
                 for name in (alias.name for alias in each.names):
-                    if not re.search(rf"\b{name}\b", text) and not (path / f"{name}.py").exists():
+                    is_named = re.search(rf"\b{name}\b", self._text(module))
+                    if not is_named and not self._text(f"{module}.{name}"):
                         yield f"{program.name} imports {name} of {module}"
 
 
 def names_in(function: ast.FunctionDef) -> set[str]:
     """Return the global names and attributes in a function's code, as in `co_names`."""
-    code = compile(ast.Module([function], []), "vllm", "exec")
-    return {
-        name
-        for each in code.co_consts
-        if isinstance(each, CodeType) and each.co_name == function.name
-        for name in each.co_names
-    }
-
-
-def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    for each in body:
-        yield each
-        if isinstance(each, ast.If | ast.Try):
-            yield from _top_level([*each.body, *each.orelse])
+    made = compile(ast.Module([function], []), "vllm", "exec").co_consts
+    codes = [each for each in made if isinstance(each, CodeType) and each.co_name == function.name]
+    return {name for code in codes for name in code.co_names}
 
 
 def _parameters(function: ast.FunctionDef) -> tuple[list[str], list[str]]:
     """Return a function's parameters, and those without defaults."""
     given = function.args
     places = [*given.posonlyargs, *given.args]
-    required = [*places[: len(places) - len(given.defaults)]]
-    required += [one for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value is None]
-    return [one.arg for one in (*places, *given.kwonlyargs)], [one.arg for one in required]
+    values = [None] * (len(places) - len(given.defaults)) + given.defaults + given.kw_defaults
+    names = [one.arg for one in (*places, *given.kwonlyargs)]
+    return names, [name for name, value in zip(names, values, strict=True) if value is None]
+
+
+def compared(folder: Path, is_second: bool) -> list[str]:
+    """Return where the package vllm in a folder differs from what the plug-in needs for a model runner."""
+    source = Source(folder)
+    files = ("hooks", "second_runner" if is_second else "sampler")
+    unknown = (source.unknown_imports(Path(needs.__file__).with_name(f"{name}.py")) for name in files)
+    return [*needs.differences(is_second, source.look), *chain(*unknown)]
 
 
 def main() -> None:
     """Compare each folder; exit with 1 if something differs."""
-    differing = 0
-    for folder in sys.argv[1:]:
-        for is_second, runner in ((False, "V1"), (True, "V2")):
-            source = Source(Path(folder))
-            found = list(needs.differences(is_second, source.look))
-            for name in ("hooks", "second_runner" if is_second else "sampler"):
-                found += source.unknown_imports(Path(needs.__file__).with_name(f"{name}.py"))
-            print(f"{folder} {runner}: {len(found)} differ", *found, sep="\n  ", flush=True)
-            differing += len(found)
-    sys.exit(differing > 0 or len(sys.argv) < 2)
+    cases = [*product(sys.argv[1:], (False, True))]
+    found = [compared(Path(folder), is_second) for folder, is_second in cases]
+    for (folder, is_second), differing in zip(cases, found, strict=True):
+        print(f"{folder} V{1 + is_second}: {len(differing)} differ", *differing, sep="\n  ")
+    sys.exit(any(found))
 
 
 if __name__ == "__main__":

@@ -145,6 +145,7 @@ async def serving(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", given.target]
     command += ["--dtype", given.dtype, "--max-model-len", "1024", "--max-logprobs", str(_NEAR_TOKENS)]
     command += ["--max-num-seqs", str(given.concurrency), "--enforce-eager"]
+    command += ["--gpu-memory-utilization", str(given.memory_share)]
     if drafter is not None:
         command += ["--speculative-config", json.dumps(drafter)]
     os.environ |= {**_ENVIRONMENT, VARIABLE: str(int(is_coupled))}
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("--workload", default="mixed", choices=WORKLOADS)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tie", type=float, default=1e-3)
+    parser.add_argument("--memory-share", type=float, default=0.85, help="of a GPU's memory, for vLLM")
     parser.add_argument("--no-standard", dest="standard", action="store_false", help="leave vLLM's rule out")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -25,7 +25,8 @@ def settings(given: argparse.Namespace, **others: Any) -> argparse.Namespace:
     models = {"target": given.target_path, "draft": given.draft_path, "head": given.head}
     load = {"workload": given.workload, "prompts": given.prompts, "prompt_tokens": 256, "concurrency": 8}
     lengths = {"tokens": min(given.tokens, 64), "counts": [given.gamma], "temperatures": TEMPERATURES}
-    return argparse.Namespace(**models, **load, **lengths, standard=False, **others)
+    fixed = {"standard": False, "memory_share": given.memory_share}
+    return argparse.Namespace(**models, **load, **lengths, **fixed, **others)
 
 
 async def run(given: argparse.Namespace, found: dict[str, Any]) -> None:

@@ -178,12 +178,10 @@ def hooks() -> Iterator[Finding]:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.origin:
         return
-    from benchmarks.vllm_hooks import Source
-    from services.vllm.plugin import needs
+    from benchmarks.vllm_hooks import compared
 
-    source = Source(Path(spec.origin).parents[1])
     for is_second, name in ((False, "plug-in, V1"), (True, "plug-in, V2")):
-        differing = list(needs.differences(is_second, source.look))
+        differing = compared(Path(spec.origin).parents[1], is_second)
         text = f"this vLLM differs: {'; '.join(differing)}" if differing else "fits this vLLM"
         yield Finding(name, NOTE if differing else OK, text)
 
