@@ -162,7 +162,9 @@ def run(given: argparse.Namespace, findings: list[Finding]) -> int:
         os.environ.clear()
         os.environ.update(before)
         taken = round(time.monotonic() - started, 1)
-        lines.append(f"{part}: {taken:.0f} s" + (f", FAILED: {error}" if error else ""))
+        if error:
+            print(f"failed: {error}", flush=True)
+        lines.append(f"{part}: {taken:.0f} s" + (f", FAILED: {error.splitlines()[-1]}" if error else ""))
         if result:
             lines += [f"    {line}" for line in import_module(f"benchmarks.gpu.{part}").summary(result)]
         if error or any(row.get("error") or row.get("different") for row in result.get("rows", ())):

@@ -41,6 +41,7 @@ async def run(given: argparse.Namespace, found: dict[str, Any]) -> None:
             alone: dict[float, Any] = {}
             for name, drafter in (("plain", None), ("ngram", lookups)):
                 async with serving(options, drafter, True) as client:
+                    await complete(client, options, texts[:1], 0.0)  # look-ups compile
                     for t in TEMPERATURES:
                         if drafter is None:
                             options.concurrency = 1
