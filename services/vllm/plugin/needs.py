@@ -6,7 +6,6 @@ the tables is a module and a name in it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
@@ -39,8 +38,8 @@ PARAMETERS: dict[str, str] = {
 }
 """What is replaced, called or copied -> all of its parameters."""
 
-CALLED: dict[str, str] = {f"{_SAMPLE}.ops.topk_topp_sampler:apply_top_k_top_p": "logits k p"}
-"""Function that may have more parameters if those have defaults -> regular expression of the others."""
+CALLED: dict[str, Sequence[str]] = {f"{_SAMPLE}.ops.topk_topp_sampler:apply_top_k_top_p": ("logits k p",)}
+"""Function that may have more parameters if those have defaults -> what the others can be."""
 
 NAMES: dict[str, str] = {
     f"{_RUNNER}.__init__": "sampler rejection_sampler input_batch requests speculative_config",
@@ -57,17 +56,19 @@ NAMES: dict[str, str] = {
 SECOND_PARAMETERS: dict[str, str] = {_VALIDATE: "self speculative_config", _INIT: "self"}
 """The same for the V2 model runner, as what follows."""
 
-SECOND_CALLED: dict[str, str] = {
+SECOND_CALLED: dict[str, Sequence[str]] = {
     f"{_VERIFIER}:rejection_sample": (
         "target_logits draft_logits draft_sampled cu_num_logits pos idx_mapping expanded_idx_mapping "
-        "expanded_local_pos temperature seed num_speculative_steps"
+        "expanded_local_pos temperature seed num_speculative_steps",
     ),
-    f"{_SPECULATOR}:DraftModelSpeculator.sample_draft": (
-        r"self hidden_states \w+ idx_mapping temperature seeds draft_step draft_logits"
-    ),
-    f"{_SPECULATOR}:gumbel_sample": (
-        "logits expanded_idx_mapping temperature seed pos apply_temperature( is_drafting)?"
-    ),
+    f"{_SPECULATOR}:DraftModelSpeculator.sample_draft": [
+        f"self hidden_states {name} idx_mapping temperature seeds draft_step draft_logits"
+        for name in ("positions", "sample_src_positions")
+    ],
+    f"{_SPECULATOR}:gumbel_sample": [
+        f"logits expanded_idx_mapping temperature seed pos apply_temperature{last}"
+        for last in ("", " is_drafting")
+    ],
 }
 
 SECOND_NAMES: dict[str, str] = {
@@ -104,7 +105,7 @@ def differences(is_second: bool, look: Callable[[str], Found]) -> Iterator[str]:
         missing = [each for each in read.get(name, "").split() if each not in names]
         if name in whole and " ".join(parameters) != whole[name]:
             yield f"{name} has {' '.join(parameters)}"
-        elif name in called and not re.fullmatch(called[name], " ".join(required)):
+        elif name in called and " ".join(required) not in called[name]:
             yield f"{name} requires {' '.join(required)}"
         elif missing:
             yield f"{name} has no {missing[0]}"

@@ -43,7 +43,7 @@ def test_a_vllm_is_compared_as_text(tmp_path, monkeypatch):
     (tmp_path / "vllm" / "one.py").write_text("def f(a, b, c=1):\n    return a.x\n")
     (tmp_path / "vllm" / "two.py").write_text("from vllm.one import f\nclass C:\n    def g(self): return f\n")
     monkeypatch.setattr(needs, "PARAMETERS", {"vllm.two:f": "a b c", "vllm.two:C.g": "self other"})
-    monkeypatch.setattr(needs, "CALLED", {"vllm.one:f": r"a \w", "vllm.one:h": ""})
+    monkeypatch.setattr(needs, "CALLED", {"vllm.one:f": ("a b",), "vllm.one:h": ("",)})
     monkeypatch.setattr(needs, "NAMES", {"vllm.two:C": "f x"})
     found = [line.partition(":")[2] for line in needs.differences(False, Source(tmp_path).look)]
     assert found == ["C.g has self", "h is missing (no h in vllm.one)", "C has no x"]
