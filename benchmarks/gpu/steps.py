@@ -26,6 +26,7 @@ from benchmarks.cluster import ClusterError
 STEPS = 32
 _PROMPT_TOKENS = 128
 _LINES = 12
+_KILLED_WITHIN_S = 5.0
 
 
 async def run(given: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -54,6 +55,7 @@ async def run(given: argparse.Namespace, found: dict[str, Any]) -> None:
             finally:
                 if process.returncode is None:
                     process.kill()
+                    await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=_KILLED_WITHIN_S)
 
 
 def summary(found: dict[str, Any]) -> Iterator[str]:
