@@ -143,10 +143,8 @@ async def running_cluster(
             # Ctrl-C of a terminal reaches this process alone, which then stops the cluster in order.
             start_new_session=True,
         )
-        try:
+        async with _stopped(process):
             yield await _wait_ready(process, output, timeout_s + _STOP_TIMEOUT_S)
-        finally:
-            await stop(process)
 
 
 @asynccontextmanager
@@ -174,7 +172,7 @@ async def running_server(command: Sequence[str], timeout_s: float) -> AsyncItera
         except OSError as error:
             raise ClusterError(f"{command[0]}: {error}") from None
         url = f"http://127.0.0.1:{port}"
-        try:
+        async with _stopped(process):
             async with httpx.AsyncClient(timeout=2.0) as client:
                 while not await _is_healthy(client, url):
                     if process.returncode is not None:
@@ -186,8 +184,6 @@ async def running_server(command: Sequence[str], timeout_s: float) -> AsyncItera
                         )
                     await asyncio.sleep(_POLL_S)
             yield url
-        finally:
-            await stop(process)
 
 
 async def _is_healthy(client: httpx.AsyncClient, url: str) -> bool:
@@ -209,6 +205,18 @@ async def _wait_ready(process: asyncio.subprocess.Process, output: IO[str], time
         if time.monotonic() > deadline:
             raise ClusterError(f"not ready within {timeout_s:.0f} s\n{_tail(output)}")
         await asyncio.sleep(_POLL_S)
+
+
+@asynccontextmanager
+async def _stopped(process: asyncio.subprocess.Process) -> AsyncIterator[None]:
+    """Stop a server at the end of the block; an error of that does not replace what ended the block early."""
+    try:
+        yield
+    except BaseException:
+        with suppress(ClusterError):
+            await stop(process)
+        raise
+    await stop(process)
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:

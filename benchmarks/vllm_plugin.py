@@ -2,7 +2,9 @@
 
 Each drafter and length gets a server of its own. The same prompts and seeds are completed, several at once,
 and each completion is compared with that of the server without speculation. A difference is a tie if the
-noisy scores of its two tokens are closer than --tie: rounding, which depends on the batch, decides then.
+noisy scores of its two tokens are closer than --tie: rounding, which depends on the batch, decides then. The
+noise of the V2 model runner is vLLM's and not known here: above temperature 0 a tie is a difference where the
+log-probabilities of the two servers differ, too, by less than --tie. `roundings` has that difference.
 `accepted` is vLLM's mean acceptance length, bonus token included, `standard` that of vLLM's own rule.
 
     python -m benchmarks.vllm_plugin --target build/models/smollm2 --prompts 40
@@ -17,13 +19,14 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import torch
-from gammaray_vllm import VARIABLE
+from gammaray_vllm import RUNNER_VARIABLE, VARIABLE
 from gammaray_vllm.noise import gumbel, row_keys
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -92,18 +95,39 @@ async def complete(
     return await at_once(len(texts), given.concurrency, one)
 
 
-def margin(plain: Completion, other: Completion, prompt: Sequence[int], seed: int, t: float) -> float | None:
-    """Return how far apart the scores of the first different tokens are; None: not among the likely ones."""
+class Difference(NamedTuple):
+    """The first different token of two completions.
+
+    `margin` is how far apart the scores of the two tokens are; None: they are not among the likely ones, or
+    their noise is not known. `rounding` is the largest difference of a likely token's log-probabilities.
+    """
+
+    margin: float | None
+    rounding: float
+
+    def is_tie(self, limit: float, has_noise: bool) -> bool:
+        """Whether rounding explains it; `has_noise`: noise that is not known was added."""
+        if has_noise:
+            return 0 < self.rounding < limit
+        return self.margin is not None and self.margin < limit
+
+
+def difference(
+    plain: Completion, other: Completion, prompt: Sequence[int], seed: int, t: float, has_noise: bool = False
+) -> Difference:
+    """Return the first difference of two completions of a prompt."""
     pairs = zip(plain.token_ids, other.token_ids, strict=True)
     at = next(place for place, (one, two) in enumerate(pairs) if one != two)
-    tokens = [plain.token_ids[at], other.token_ids[at]]
-    if any(token not in plain.near[at] for token in tokens):
-        return None
-    scores = [plain.near[at][token] / (t or 1) for token in tokens]
+    tokens, near = [plain.token_ids[at], other.token_ids[at]], plain.near[at]
+    both = near.keys() & other.near[at].keys()
+    rounding = max((abs(near[token] - other.near[at][token]) for token in both), default=0.0)
+    if has_noise or any(token not in near for token in tokens):
+        return Difference(None, rounding)
+    scores = [near[token] / (t or 1) for token in tokens]
     if t:
         noise = gumbel(row_keys(torch.tensor([seed]), torch.tensor([len(prompt) + at])), max(tokens) + 1)[0]
         scores = [score + float(noise[token]) for score, token in zip(scores, tokens, strict=True)]
-    return abs(scores[0] - scores[1])
+    return Difference(abs(scores[0] - scores[1]), rounding)
 
 
 async def counters(client: httpx.AsyncClient) -> dict[str, float]:
@@ -113,21 +137,31 @@ async def counters(client: httpx.AsyncClient) -> dict[str, float]:
     return {name: sum(map(float, re.findall(_COUNTER.format(name), text, re.MULTILINE))) for name in names}
 
 
-async def serve(
-    given: argparse.Namespace, drafter: Mapping[str, Any] | None, rule: str, texts: Sequence[list[int]]
-) -> dict[float, tuple[list[Completion], float]]:
-    """Return for each temperature the completions of a server and its mean acceptance length."""
+@asynccontextmanager
+async def serving(
+    given: argparse.Namespace, drafter: Mapping[str, Any] | None, is_coupled: bool
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Run vLLM's server until the block ends, with the plug-in if `is_coupled`; yield a client of it."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", given.target]
     command += ["--dtype", given.dtype, "--max-model-len", "1024", "--max-logprobs", str(_NEAR_TOKENS)]
     command += ["--max-num-seqs", str(given.concurrency), "--enforce-eager"]
+    command += ["--gpu-memory-utilization", str(given.memory_share)]
     if drafter is not None:
         command += ["--speculative-config", json.dumps(drafter)]
-    os.environ |= {**_ENVIRONMENT, VARIABLE: str(int(rule == "coupled"))}
-    found = {}
+    os.environ |= {**_ENVIRONMENT, VARIABLE: str(int(is_coupled))}
     async with (
         running_server(command, _START_TIMEOUT_S) as url,
         httpx.AsyncClient(base_url=url, timeout=_ANSWER_TIMEOUT_S) as client,
     ):
+        yield client
+
+
+async def served(
+    given: argparse.Namespace, drafter: Mapping[str, Any] | None, is_coupled: bool, texts: Sequence[list[int]]
+) -> dict[float, tuple[list[Completion], float]]:
+    """Return for each temperature the completions of a server and its mean acceptance length."""
+    found = {}
+    async with serving(given, drafter, is_coupled) as client:
         for t in given.temperatures:
             before = await counters(client)
             completions = await complete(client, given, texts, t)
@@ -137,40 +171,60 @@ async def serve(
     return found
 
 
-async def run(given: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measure all servers; return a row for each drafter, length and temperature."""
-    tokenizer = AutoTokenizer.from_pretrained(given.target)
-    texts = [tokenizer.encode(text)[: given.prompt_tokens] for text in prompts(given.workload, given.prompts)]
-    plain = await serve(given, None, "coupled", texts)
-    draft = given.draft or str(quantised(Path(given.target), folder))
-    methods: dict[str, dict[str, Any]] = {
+def drafters(given: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return vLLM's options of each drafter; `folder` is for a draft model that is made."""
+    found: dict[str, dict[str, Any]] = {
         "ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4},
-        "draft_model": {"model": draft},
+        "draft_model": {"model": given.draft or str(quantised(Path(given.target), folder))},
     }
     if given.head:
-        methods["eagle3"] = {"model": given.head}
-    rows = []
+        found["eagle3"] = {"model": given.head}
+    return {method: {"method": method, **options} for method, options in found.items()}
+
+
+def encoded(given: argparse.Namespace) -> list[list[int]]:
+    """Return the prompts as token ids."""
+    tokenizer = AutoTokenizer.from_pretrained(given.target)
+    return [tokenizer.encode(text)[: given.prompt_tokens] for text in prompts(given.workload, given.prompts)]
+
+
+async def run(given: argparse.Namespace, folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Measure all servers; append a row for each drafter, length and temperature.
+
+    A drafter whose server fails has a row with its `error`.
+    """
+    texts, methods = encoded(given), drafters(given, folder)
+    is_second = os.environ.get(RUNNER_VARIABLE, "0") not in ("", "0")
+    plain = await served(given, None, True, texts)
     for method, options in methods.items():
         for count in given.counts:
-            drafter = {"method": method, "num_speculative_tokens": count, **options}
-            coupled = await serve(given, drafter, "coupled", texts)
-            standard = await serve(given, drafter, "standard", texts) if given.standard else {}
+            drafter = {**options, "num_speculative_tokens": count}
+            try:
+                coupled = await served(given, drafter, True, texts)
+                standard = await served(given, drafter, False, texts) if given.standard else {}
+            except ClusterError as error:  # not every model runner has every drafter
+                rows.append({"method": method, "K": count, "error": str(error)})
+                print(f"{method}, {count}: not measured: {error}", flush=True)
+                continue
             for t, (completions, accepted) in coupled.items():
-                pairs = zip(plain[t][0], completions, texts, strict=True)
-                margins = [
-                    margin(one, other, text, seed, t)
-                    for seed, (one, other, text) in enumerate(pairs)
+                has_noise = is_second and t > 0
+                found = [
+                    difference(one, other, text, seed, t, has_noise)
+                    for seed, (one, other, text) in enumerate(
+                        zip(plain[t][0], completions, texts, strict=True)
+                    )
                     if one.token_ids != other.token_ids
                 ]
-                ties = sum(each is not None and each < given.tie for each in margins)
+                ties = sum(each.is_tie(given.tie, has_noise) for each in found)
                 row = {
-                    **{"method": method, "K": count, "temperature": t, "equal": len(texts) - len(margins)},
-                    **{"ties": ties, "different": len(margins) - ties, "margins": margins},
+                    **{"method": method, "K": count, "temperature": t, "equal": len(texts) - len(found)},
+                    **{"ties": ties, "different": len(found) - ties},
+                    "margins": [each.margin for each in found],
+                    "roundings": [each.rounding for each in found],
                     **{"accepted": accepted, "standard": standard[t][1] if standard else None},
                 }
                 print(row, flush=True)
                 rows.append(row)
-    return rows
 
 
 def main() -> None:
@@ -188,13 +242,15 @@ def main() -> None:
     parser.add_argument("--workload", default="mixed", choices=WORKLOADS)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tie", type=float, default=1e-3)
+    parser.add_argument("--memory-share", type=float, default=0.85, help="of a GPU's memory, for vLLM")
     parser.add_argument("--no-standard", dest="standard", action="store_false", help="leave vLLM's rule out")
     given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        rows = run_or_exit(run(given, Path(folder)))
+        run_or_exit(run(given, Path(folder), rows))
     path = write_result("vllm-plugin", {"options": settings_of(given), "rows": rows}, given.out)
     print(f"written to {path}")
-    sys.exit(any(row["different"] for row in rows))
+    sys.exit(any("error" in row or row["different"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.chart import ADAPTIVE, by_category  # noqa: E402
+from benchmarks.peers.run import SYSTEMS  # noqa: E402
 from benchmarks.prompts import CATEGORIES  # noqa: E402
 
 RESULTS = HERE.parent / "benchmarks" / "results"
@@ -371,8 +372,20 @@ def _source(claim: Claim, result: Result) -> str:
     return (
         f"*{hardware['cores']} cores of {hardware['cpu']}, {hardware['memory_gib']:g} GiB, "
         f"{hardware['gpu'] or 'no GPU'}; {found['date_utc'][:10]}, {sha}; "
-        f"[result](../benchmarks/results/{claim.result}.json):* `{found['command']}`"
+        f"[result](../benchmarks/results/{claim.result}.json):* `{_runnable(found['command'])}`"
     )
+
+
+def _runnable(command: str) -> str:
+    """Return a result's command for a further run: without its file, and without systems that are gone."""
+    words = command.split()
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    if "--without" in words:
+        at = words.index("--without") + 1
+        words[at] = ",".join(name for name in words[at].split(",") if name in SYSTEMS)
+    return " ".join(words)
 
 
 def main() -> int:

@@ -46,7 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--streams", type=_integers, default="1", help="completions in flight, comma-separated; default 1")
     add("--threads", type=int, default=1, help="arithmetic threads per model; default 1")
     add("--seed", type=int, default=0, help="of the order of the systems; default 0")
-    add("--without", type=_list, default="", help="systems to leave out, comma-separated")
+    add(
+        "--without",
+        type=_list,
+        default="",
+        help="systems to leave out, comma-separated; an unknown name lists all",
+    )
     add("--gguf", type=Path, help="the target for llama.cpp")
     add("--draft-gguf", type=Path, help="the draft for llama.cpp")
     parser.epilog = "LLAMA_SERVER: path of llama-server."

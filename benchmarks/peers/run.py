@@ -46,6 +46,11 @@ _SPARE = 64
 ALL = "all"
 """Name of a point that holds the prompts of all categories."""
 
+_PEERS = (REFERENCE, f"lookup-{_LOOKUP}")
+_WITH_DRAFT = tuple(f"assisted-{count}" for count in _ASSISTED)
+SYSTEMS = (PLAIN, *VARIANTS, *_PEERS, *_WITH_DRAFT, *modes(Path(), 1))
+"""All that can be measured, and left out."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -84,6 +89,8 @@ class Settings:
                 raise ValueError(f"{name}: too small")
         if self.weights not in ("auto", "int8"):
             raise ValueError("weights: neither auto nor int8")
+        if unknown := [name for name in self.without if name not in SYSTEMS]:
+            raise ValueError(f"without: {', '.join(unknown)} is none of {', '.join(SYSTEMS)}")
         if any(temperature < 0 for temperature in self.temperatures):
             raise ValueError("temperature: a negative one")
         if self.llama_server and self.gguf is None:
@@ -236,7 +243,7 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
     ordinary = settings.draft
     if ordinary and (Path(resolve_model(ordinary, "draft")) / "gammaray.json").exists():
         ordinary = None
-    names = [REFERENCE, f"lookup-{_LOOKUP}", *(f"assisted-{n}" for n in _ASSISTED if ordinary)]
+    names = [*_PEERS, *(_WITH_DRAFT if ordinary else ())]
     peers: list[System] = []
     if wanted := [name for name in names if name not in settings.without]:  # it holds the models once more
         baselines = await stack.enter_async_context(running_baselines(settings.target, ordinary, threads))

@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import gammaray_vllm
@@ -45,8 +47,9 @@ KINDS = {
     "choices": {"n": 3},
 }
 CASES = [(kind, temperature) for temperature in (0, 0.7, 1) for kind in KINDS]
-MAX_TOKENS = 32
-REBIND = "_rebind_kernels"  # a function of vLLM
+MAX_TOKENS = 40
+DISPATCHER = "vllm.triton_utils.dispatcher"
+REBIND = "_rebind_kernels"  # a function of it
 METHODS = ("ngram", "draft_model", "eagle3")
 
 
@@ -76,7 +79,6 @@ def plugged():
     """Turn the plug-in on, as vLLM does when it starts; yield what it logs."""
     from gammaray_vllm import hooks
     from vllm.sampling_params import SamplingParams
-    from vllm.triton_utils import dispatcher
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     records = []
@@ -90,8 +92,10 @@ def plugged():
             patch.setenv(name, "0")
         for level in ("warning", "error"):
             patch.setattr(hooks.logger, level, lambda text, *values: records.append(text % values))
-        if not hasattr(getattr(dispatcher, REBIND), "__wrapped__"):
-            setattr(dispatcher, REBIND, without_llvmlite(getattr(dispatcher, REBIND)))
+        if find_spec(DISPATCHER):  # not in vLLM 0.24
+            dispatcher = import_module(DISPATCHER)
+            if not hasattr(getattr(dispatcher, REBIND), "__wrapped__"):
+                setattr(dispatcher, REBIND, without_llvmlite(getattr(dispatcher, REBIND)))
         gammaray_vllm.register()
         yield records
 
@@ -237,17 +241,17 @@ def test_off_unless_the_variable_asks_and_then_nothing_is_imported():
     [
         ("", "", "builtins.object is not the V1 model runner"),
         ("GPUModelRunner._sample", "other", "has no other"),
-        ("Sampler._sample_random", "other", "has no other"),
+        ("sample.sampler:Sampler", "other", "has no other"),
     ],
 )
 def test_a_vllm_that_differs_is_left_alone_with_one_line(name, wanted, reason, plugged, monkeypatch):
-    from gammaray_vllm import hooks
+    from gammaray_vllm import hooks, needs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    for names in (hooks.NAMES, hooks.SECOND_NAMES):
+    for names in (needs.NAMES, needs.SECOND_NAMES):
         for full in [full for full in names if name and full.endswith(name)]:
             monkeypatch.setitem(names, full, wanted)
-            monkeypatch.setenv(gammaray_vllm.RUNNER_VARIABLE, str(int(names is hooks.SECOND_NAMES)))
+            monkeypatch.setenv(gammaray_vllm.RUNNER_VARIABLE, str(int(names is needs.SECOND_NAMES)))
     monkeypatch.setattr(WorkerWrapperBase, "init_device", lambda self: None)
     hooks.differences.cache_clear()
     hooks.install()

@@ -35,7 +35,7 @@ def test_pinned_vllm_is_of_the_minor_version_of_the_extra():
 
 
 def test_vllms_own_server_has_its_packages():
-    """docs/audit.md and benchmarks/gpu.py start it; its routes are made here as at its start."""
+    """docs/audit.md and benchmarks/gpu/ start it; its routes are made here as at its start."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.entrypoints.openai.api_server import build_app
     from vllm.utils.argparse_utils import FlexibleArgumentParser

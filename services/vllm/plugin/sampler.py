@@ -92,7 +92,8 @@ class CoupledSampler:
             taken.append("RejectionSampler.forward")
         # Others take no argmax of logits over the target's vocabulary.
         is_known = getattr(type(drafter), "_greedy_sample", None) is SpecDecodeBaseProposer._greedy_sample
-        if is_known and not (drafter.use_local_argmax_reduction or drafter.use_heterogeneous_vocab):
+        has_other_tokens = getattr(drafter, "use_heterogeneous_vocab", False)  # not in vLLM 0.24
+        if is_known and not (drafter.use_local_argmax_reduction or has_other_tokens):
             drafter._greedy_sample = self.draft
             drafter._enable_probabilistic_draft_probs = False
             taken.append(f"{type(drafter).__name__}._greedy_sample")

@@ -6,13 +6,20 @@ draft's row is drawn by the function that draws plainly, where vLLM tests a rati
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler, speculator
+
+_NOISE_OF_TARGET: dict[str, Any] = (
+    {"is_drafting": False} if "is_drafting" in inspect.signature(gumbel_sample).parameters else {}
+)
+"""Up to vLLM 0.28 drafts and targets have the same noise."""
+
+_SAMPLE_DRAFT = speculator.DraftModelSpeculator.sample_draft
 
 
 def install(runner: Any) -> list[str]:
@@ -20,57 +27,48 @@ def install(runner: Any) -> list[str]:
 
     It has to precede the loading of the model: CUDA graphs record how drafts are drawn.
     """
-    RejectionSampler._verify = verify
-    taken = ["RejectionSampler._verify"]
+    rejection_sampler.rejection_sample = verify
+    taken = ["rejection_sample"]
     config = runner.vllm_config.speculative_config
     if config is not None and config.draft_sample_method == "greedy":
-        DraftModelSpeculator.sample_draft = sample_draft
+        speculator.DraftModelSpeculator.sample_draft = sample_draft
+        speculator.gumbel_sample = draw_draft
         taken.append("DraftModelSpeculator.sample_draft")
     return taken
 
 
 def verify(
-    self: RejectionSampler,
-    logits: Tensor,
+    processed: Tensor,
     draft_logits: Tensor | None,
-    draft_sampled: Tensor,
-    pos: Tensor,
-    cu_num_logits: Tensor,
-    idx_mapping: Tensor,
-    idx_mapping_np: Any,
-    expanded_idx_mapping: Tensor,
-    expanded_local_pos: Tensor,
-    seq_lens_upper_bound_np: Any,
-    verify_draft_sampled: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw every row as `Sampler.sample` does, and keep drafts while they equal the draws.
+    drafts: Tensor,
+    ends: Tensor,
+    positions: Tensor,
+    requests: Tensor,
+    request_of_row: Tensor,
+    place_of_row: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    most: int,
+    *_rules: Any,
+    use_fp64: bool,
+    **_options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Draw every row as `Sampler` does, and keep drafts while they equal the draws; for `rejection_sample`.
 
     Returns:
-        The processed logits [rows, vocab_size], tokens [requests, drafts + 1] and their number [requests].
+        Tokens [requests, drafts + 1] and their number [requests].
     """
-    sampler, states = self.sampler, self.sampler.sampling_states
-    processed = sampler.apply_sampling_params(
-        logits,
-        expanded_idx_mapping,
-        idx_mapping,
-        idx_mapping_np,
-        pos,
-        draft_sampled,
-        expanded_local_pos,
-        seq_lens_upper_bound_np,
-    )
     drawn = gumbel_sample(
         processed,
-        expanded_idx_mapping,
-        states.temperature.gpu,
-        states.seeds.gpu,
-        pos,
+        request_of_row,
+        temperature,
+        seeds,
+        positions,
         apply_temperature=False,
-        is_drafting=False,
-        use_fp64=sampler.use_fp64_gumbel,
+        use_fp64=use_fp64,
+        **_NOISE_OF_TARGET,
     )
-    tokens, counts = kept(drawn, verify_draft_sampled, cu_num_logits, self.num_speculative_steps)
-    return processed, tokens, counts
+    return kept(drawn, drafts, ends, most)
 
 
 def kept(drawn: Tensor, drafts: Tensor, ends: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -95,35 +93,49 @@ def kept(drawn: Tensor, drafts: Tensor, ends: Tensor, most: int) -> tuple[Tensor
 
 
 def sample_draft(
-    self: DraftModelSpeculator,
+    self: Any,
     hidden_states: Tensor,
-    sample_src_positions: Tensor,
-    idx_mapping: Tensor,
+    positions: Tensor,
+    requests: Tensor,
     temperature: Tensor,
     seeds: Tensor,
     draft_step: Tensor,
     draft_logits: Tensor | None,
-    spec_step_idx: int = 0,
+    *others: Any,
+    **options: Any,
 ) -> Tensor:
     """Draft with the noise of the positions, in place of the argmax of a drafter's logits.
 
     The target's token is the argmax of its own scores with the same noise, so that a drafter that knows the
-    distribution finds it more often than by its most likely token.
+    distribution finds it more often than by its most likely token. vLLM's own function calls `gumbel_sample`,
+    which is `draw_draft`, if it has a cache of logits, which `draw_draft` does not use.
     """
-    drafted: Tensor
-    if self.use_local_argmax_reduction:
-        drafted = self.get_draft_top_tokens(hidden_states, spec_step_idx)
-        return drafted
-    logits = self.compute_draft_logits(hidden_states, spec_step_idx)
-    drafted = gumbel_sample(
+    cache = draft_logits if getattr(self, "use_local_argmax_reduction", False) else hidden_states
+    drafted: Tensor = _SAMPLE_DRAFT(
+        self, hidden_states, positions, requests, temperature, seeds, draft_step, cache, *others, **options
+    )
+    return drafted
+
+
+def draw_draft(
+    logits: Tensor,
+    requests: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    use_fp64: bool,
+    **_cache: Any,
+) -> Tensor:
+    """Draw drafts with the target's noise, where vLLM has other noise for them."""
+    drawn: Tensor = gumbel_sample(
         logits,
-        idx_mapping,
+        requests,
         temperature,
         seeds,
-        sample_src_positions,
+        positions,
         apply_temperature=True,
-        is_drafting=False,
-        use_fp64=self.use_fp64_gumbel,
+        use_fp64=use_fp64,
+        **_NOISE_OF_TARGET,
     )
-    self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
-    return drafted
+    return drawn

@@ -115,6 +115,8 @@ def test_settings_are_recorded_without_paths_of_the_machine(tmp_path):
     assert recorded["llama_server"] == "llama-server"
     assert recorded["target"] == "build/models/own"
     assert recorded["max_tokens"] == 8
+    with pytest.raises(ValueError, match="without: engine is none of gammaray-0, gammaray-adaptive"):
+        Settings("demo", None, **given, without=("engine", "generate"))
 
 
 EXPECTED = Made((5, 6, 7, 8))

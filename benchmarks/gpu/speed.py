@@ -1,13 +1,10 @@
-"""gammaray on vLLM compared with vLLM itself, on one GPU: equal tokens first, then the time.
+"""gammaray on vLLM compared with vLLM itself: equal greedy tokens, tokens per second, the time of a cycle.
 
-Each system has the GPU alone: vLLM's server, plain and with its own speculation by the same drafters, then
-gammaray's whole stack with vLLM as the engine: without a drafter, with a draft worker on the same GPU, with a
-head in the target. Of each the greedy tokens are compared first, gamma 0 with plain vLLM's, other gammas with
-gamma 0's; a difference is printed with its margin, the difference of the two tokens' log-probabilities. Then
-come tokens per second by number of completions in flight, and the time of a cycle and of the target's step.
-
-    python -m benchmarks.gpu --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --head AngelSlim/Qwen3-8B_eagle3
-    python -m benchmarks.gpu --tiny        # the demo pair on vLLM's CPU build: shows that the program works
+Each system has the GPU alone: vLLM's server, plain and with its own speculation by the same drafters, without
+and with the plug-in, and gammaray's whole stack with vLLM as the engine: without a drafter, with a draft
+worker on the same GPU, with a head in the target. The greedy tokens of vLLM's server are compared with its
+plain ones, gammaray's gamma 0 with those, too, and other gammas with gamma 0; a difference has its margin,
+the difference of the two tokens' log-probabilities.
 """
 
 from __future__ import annotations
@@ -19,21 +16,22 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
+from gammaray_vllm import VARIABLE
 from transformers import AutoTokenizer
 
-from benchmarks.cluster import ClusterError, run_or_exit, running_cluster, running_server
+from benchmarks.cluster import ClusterError, running_cluster, running_server
 from benchmarks.peers.stacks import cycles_of
-from benchmarks.provenance import make_parser, write_result
-from benchmarks.workloads import WORKLOADS, prompts
+from benchmarks.workloads import prompts
 from gammaray import AsyncClient
 from gammaray.bench.measure import first_difference, measure, speeds
 from gammaray.bench.systems import Arrival, Ask, Sample, Stack, System
-from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError
 from services.vllm.heads import drafter_config
 
@@ -89,15 +87,16 @@ class VllmServer:
 
 
 def running_vllm(
-    given: argparse.Namespace, drafter: Mapping[str, Any] | None
+    given: argparse.Namespace, drafter: Mapping[str, Any] | None, is_coupled: bool
 ) -> AbstractAsyncContextManager[str]:
-    """Run vLLM's server until the block ends; yield its URL."""
+    """Run vLLM's server until the block ends, with the plug-in if `is_coupled`; yield its URL."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", given.target_path]
     command += ["--dtype", given.dtype, "--gpu-memory-utilization", str(given.memory_share)]
     if given.tiny:
         command.append("--enforce-eager")  # a CPU compiles for minutes
     if drafter is not None:
         command += ["--speculative-config", json.dumps(drafter)]
+    os.environ[VARIABLE] = str(int(is_coupled))
     return running_server(command, _START_TIMEOUT_S)
 
 
@@ -106,13 +105,16 @@ async def greedy_tokens(system: System, asks: Sequence[Ask]) -> Tokens:
     return [(await system.sample(ask)).token_ids for ask in asks]
 
 
-async def rates(system: System, asks: Sequence[Ask], given: argparse.Namespace) -> dict[int, float]:
-    """Return a system's tokens per second by completions in flight."""
+async def rates(system: System, asks: Sequence[Ask], given: argparse.Namespace) -> dict[str, float]:
+    """Return a system's tokens per second by temperature and completions in flight."""
     found = {}
-    for batch in given.batches:
-        samples = await measure([system], asks, given.repetitions, lambda: None, batch)
-        found[batch] = round(statistics.median(speeds(samples[system.name])), 2)
-        print(f"{system.name}: {batch} at a time, {found[batch]} tokens/s", flush=True)
+    for t in given.temperatures:
+        at_t = [replace(ask, temperature=t, seed=seed) for seed, ask in enumerate(asks)]
+        for batch in given.batches:
+            samples = await measure([system], at_t, given.repetitions, lambda: None, batch)
+            speed = round(statistics.median(speeds(samples[system.name])), 2)
+            found[f"T {t:g}, {batch} at a time"] = speed
+            print(f"{system.name}: T {t:g}, {batch} at a time, {speed} tokens/s", flush=True)
     return found
 
 
@@ -166,40 +168,36 @@ async def compared(
     return {"reference": reference, "equal": equal, "differing": differing}
 
 
-async def run_vllm(given: argparse.Namespace, asks: Sequence[Ask]) -> tuple[dict[str, Any], Tokens]:
-    """Measure vLLM's server, plain and with each drafter; return also its plain greedy tokens."""
-    modes: dict[str, Mapping[str, Any] | None] = {VLLM: None}
-    if given.draft:
-        draft = {"method": "draft_model", "model": given.draft_path, "num_speculative_tokens": given.gamma}
-        modes[f"{VLLM}-draft-{given.gamma}"] = draft
-    if given.head:
-        head = {**drafter_config(given.head), "num_speculative_tokens": given.gamma}
-        modes[f"{VLLM}-head-{given.gamma}"] = head
-    found: dict[str, Any] = {}
-    plain: Tokens = []
-    for name, drafter in modes.items():
-        try:
-            async with (
-                running_vllm(given, drafter) as url,
-                httpx.AsyncClient(base_url=url, timeout=_ANSWER_TIMEOUT_S) as client,
-            ):
-                system = VllmServer(name, client, given.target_path)
-                tokens = await greedy_tokens(system, asks)
-                plain = plain or tokens
-                equal = sum(one == other for one, other in zip(tokens, plain, strict=True))
-                print(f"{name}: {equal} of {len(asks)} greedy completions equal those of {VLLM}", flush=True)
-                found[name] = {"equal": equal, "tokens_per_s": await rates(system, asks, given)}
-        except ClusterError as error:
-            if drafter is None:
-                raise
-            found[name] = {"error": str(error)}
-            print(f"{name}: not measured: {error}", flush=True)
-    return found, plain
+async def run_vllm(
+    given: argparse.Namespace,
+    asks: Sequence[Ask],
+    systems: dict[str, Any],
+    plain: Tokens,
+    name: str,
+    drafter: Mapping[str, Any] | None,
+    is_coupled: bool,
+) -> None:
+    """Measure vLLM's server; `plain` gets its greedy tokens if it is empty."""
+    async with (
+        running_vllm(given, drafter, is_coupled) as url,
+        httpx.AsyncClient(base_url=url, timeout=_ANSWER_TIMEOUT_S) as client,
+    ):
+        system = VllmServer(name, client, given.target_path)
+        tokens = await greedy_tokens(system, asks)
+        plain += [] if plain else tokens
+        equal = sum(one == other for one, other in zip(tokens, plain, strict=True))
+        print(f"{name}: {equal} of {len(asks)} greedy completions equal those of {VLLM}", flush=True)
+        systems[name] = {"equal": equal, "tokens_per_s": await rates(system, asks, given)}
 
 
 async def run_gammaray(
-    given: argparse.Namespace, asks: Sequence[Ask], kind: str, drafter: Sequence[str], plain: Tokens
-) -> dict[str, Any]:
+    given: argparse.Namespace,
+    asks: Sequence[Ask],
+    systems: dict[str, Any],
+    plain: Tokens,
+    kind: str,
+    drafter: Sequence[str],
+) -> None:
     """Measure a cluster: gamma 0, and with a drafter the fixed gamma and the adaptive one."""
     # With a draft worker, two processes share the GPU's memory.
     share = given.memory_share / 2 if kind == "draft" else given.memory_share
@@ -207,7 +205,6 @@ async def run_gammaray(
     roles = ("target", "draft") if kind == "draft" else ("target",)
     options = ("--engine", "vllm", "--target", given.target, "--dtype", given.dtype, *drafter)
     gammas: list[int | str] = [0, given.gamma, "adaptive"] if kind else [0]
-    found: dict[str, Any] = {}
     reference, tokens = VLLM, plain
     async with (
         running_cluster(*options, timeout_s=_START_TIMEOUT_S) as cluster,
@@ -224,63 +221,54 @@ async def run_gammaray(
             cycle = await cycle_times(client, stack, asks[0])
             print(f"{name}: {cycle}", flush=True)
             speed = await rates(stack, asks, given)
-            found[name] = {"exactness": exactness, "cycle": cycle, "tokens_per_s": speed}
-    return found
+            systems[name] = {"exactness": exactness, "cycle": cycle, "tokens_per_s": speed}
 
 
-async def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything, and return the result."""
+async def run(given: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Measure everything, in the order of its worth; `found` gets `systems`.
+
+    Raises:
+        ClusterError: vLLM's plain server failed.
+    """
     tokenizer = AutoTokenizer.from_pretrained(given.target_path)
     texts = prompts(given.workload, given.prompts)
     asks = [Ask(tuple(tokenizer.encode(text)), given.tokens) for text in texts]
-    systems, plain = await run_vllm(given, asks)
+    systems = found["systems"] = dict[str, Any]()
+    common = (given, asks, systems, Tokens())
+    drafters: dict[str, Mapping[str, Any]] = {
+        "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    }
     clusters = {"": ("--draft-workers", "0")}
     if given.draft:
+        drafters["draft"] = {"method": "draft_model", "model": given.draft_path}
         clusters["draft"] = ("--draft", given.draft)
     if given.head:
+        drafters["head"] = drafter_config(given.head)
         clusters["head"] = ("--head", given.head)
-    for kind, drafter in clusters.items():
+    await run_vllm(*common, VLLM, None, False)
+    work: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+        f"gammaray-{kind or 0}": partial(run_gammaray, *common, kind, how) for kind, how in clusters.items()
+    }
+    work["plug-in"] = partial(run_vllm, *common, "plug-in", None, True)
+    for kind, how in drafters.items():
+        drafter = {**how, "num_speculative_tokens": given.gamma}
+        for program, is_coupled in ((VLLM, False), ("plug-in", True)):
+            name = f"{program}-{kind}-{given.gamma}"
+            work[name] = partial(run_vllm, *common, name, drafter, is_coupled)
+    for name, measured in work.items():
         try:
-            systems |= await run_gammaray(given, asks, kind, drafter, plain)
-        except (ClusterError, GammarayError) as error:
-            if not kind:
-                raise
-            systems[f"gammaray-{kind}"] = {"error": str(error)}
-            print(f"gammaray-{kind}: not measured: {error}", flush=True)
-    options = {name: str(value) for name, value in vars(given).items()}
-    return {"options": options, "systems": systems}
+            await measured()
+        except (ClusterError, GammarayError, httpx.HTTPError) as error:
+            systems[name] = {"error": str(error) or repr(error)}
+            print(f"{name}: not measured: {error}", flush=True)
 
 
-def main() -> None:
-    """Parse the command line, measure, write the result."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--target", default="demo", help="directory or hub name")
-    parser.add_argument("--draft", default="", help="draft model; empty: none")
-    parser.add_argument("--head", default="", help="EAGLE, EAGLE-3, Medusa or DFlash head; empty: none")
-    parser.add_argument("--gamma", type=int, default=4, help="fixed draft length, for both servers")
-    parser.add_argument("--batches", default="1,2,4,8,16,32,64", help="completions in flight")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=256, help="length of each completion")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--workload", default="mixed", choices=WORKLOADS)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--memory-share", type=float, default=0.85, help="of the GPU's memory, for vLLM")
-    parser.add_argument("--tiny", action="store_true", help="the demo pair on a CPU; no result is written")
-    given = parser.parse_args()
-    if given.tiny:
-        given.target, given.draft, given.dtype = "demo", "demo", "float32"
-        given.batches, given.prompts, given.tokens, given.repetitions = "1,2", 2, 16, 1
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    given.batches = [int(batch) for batch in given.batches.split(",")]
-    try:
-        given.target_path = resolve_model(given.target, "target")
-        given.draft_path = resolve_model(given.draft, "draft") if given.draft else ""
-    except GammarayError as error:
-        parser.error(str(error))
-    result = run_or_exit(run(given))
-    if not given.tiny:
-        print(f"written to {write_result('gpu', result, given.out)}")
-
-
-if __name__ == "__main__":
-    main()
+def summary(found: dict[str, Any]) -> Iterator[str]:
+    """Yield lines of the table at the end."""
+    for name, system in found["systems"].items():
+        if "error" in system:
+            yield f"{name}: failed: {system['error'].strip().splitlines()[-1]}"
+            continue
+        equal = system["equal"] if "equal" in system else system["exactness"]["equal"]
+        speed = "; ".join(f"{load} {value:g}" for load, value in system["tokens_per_s"].items())
+        yield f"{name}: {equal} equal; tokens/s: {speed}"

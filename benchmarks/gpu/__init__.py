@@ -1,0 +1,1 @@
+"""vLLM and gammaray on one GPU, within minutes and without a network."""
