@@ -98,7 +98,10 @@ class CoupledDrafts:
 
     def _draft(self, *args: Any, **kwargs: Any) -> Any:
         self._depth = 0
-        self._sampler.note_states(kwargs)
+        if (step := kwargs.get("common_attn_metadata")) is not None:  # Medusa has none, and does not learn
+            hidden_size = self._drafter.vllm_config.model_config.get_hidden_size()
+            first_rows = step.query_start_loc_cpu.tolist()
+            self._sampler.note_states(kwargs["target_hidden_states"], first_rows, hidden_size)
         if hasattr(self._drafter, "_greedy_sample"):
             return self._propose(*args, **kwargs)
         states = self._drafter.model(kwargs["target_hidden_states"])
