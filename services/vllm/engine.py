@@ -141,11 +141,12 @@ class VllmEngine:
         ranks = f" on {options.tensor_parallel} ranks" if options.tensor_parallel > 1 else ""
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
         self.kernel += ", batch-invariant" if options.is_batch_invariant else ""
+        self.max_proposal = options.max_proposal
         if config.use_v2_model_runner:
+            self.max_proposal = int(config.num_speculative_tokens)  # it has room for a head's drafts only
             self.kernel += ", V2 model runner"
             if self.device != "cpu":
                 _log.warning("vLLM's V2 model runner was never run with gammaray on a GPU")
-        self.max_proposal = options.max_proposal
         self._scheduler = self.core.scheduler  # of the class `services.vllm.block_scheduler.BlockScheduler`
         self._has_drafter = bool(options.head)
         self.pool = self._scheduler.kv_cache_manager.block_pool
@@ -410,8 +411,6 @@ def _configuration(options: EngineOptions) -> Any:
         arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
         proposer = _SECOND_NO_PROPOSER if envs.VLLM_USE_V2_MODEL_RUNNER else _NO_PROPOSER
         arguments["speculative_config"] = {**proposer, "num_speculative_tokens": options.max_proposal}
-    if options.head and envs.VLLM_USE_V2_MODEL_RUNNER:
-        raise InvalidArgumentError("head", options.head, "none with vLLM's V2 model runner")
     if options.head:
         arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": complete_config}
     if options.adapters:

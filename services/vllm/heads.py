@@ -88,6 +88,10 @@ class CoupledDrafts:
     def __init__(self, drafter: Any, sampler: BlockSampler) -> None:
         self._drafter, self._sampler, self._depth = drafter, sampler, 0
         self._propose = drafter.propose
+        self._hidden_size = drafter.vllm_config.model_config.get_hidden_size()
+        # A parallel drafter gives all tokens of a request at once, in order.
+        config = drafter.vllm_config.speculative_config
+        self._per_request = config.num_speculative_tokens if config.parallel_drafting else 1
 
     def install(self) -> None:
         """Replace the drafter's argmax, of which Medusa's heads have their own, and layers with adapters."""
@@ -96,24 +100,47 @@ class CoupledDrafts:
         if hasattr(self._drafter, "_greedy_sample"):
             self._drafter._greedy_sample = self._sample
 
+    def install_second(self) -> None:
+        """Do the same in the V2 model runner; CUDA graphs of a drafter would draw the same noise again."""
+        from vllm.config import CUDAGraphMode
+
+        drafter, prepare = self._drafter, self._drafter.init_cudagraph_manager
+        _leave_adapters_out(drafter.model)
+        drafter.init_cudagraph_manager = lambda mode: prepare(CUDAGraphMode.NONE)
+        drafter.propose, drafter.sample_draft = self._draft_second, self._sample
+
+    def _draft_second(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._depth = 0
+        if not kwargs.get("dummy_run"):
+            states = torch.cat(aux_hidden_states, dim=-1) if aux_hidden_states else last_hidden_states
+            self._sampler.note_states(states, input_batch.query_start_loc_np.tolist(), self._hidden_size)
+        taken = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
+        return self._propose(*taken, *args, **kwargs)
+
     def _draft(self, *args: Any, **kwargs: Any) -> Any:
         self._depth = 0
         if (step := kwargs.get("common_attn_metadata")) is not None:  # Medusa has none, and does not learn
-            hidden_size = self._drafter.vllm_config.model_config.get_hidden_size()
             first_rows = step.query_start_loc_cpu.tolist()
-            self._sampler.note_states(kwargs["target_hidden_states"], first_rows, hidden_size)
+            self._sampler.note_states(kwargs["target_hidden_states"], first_rows, self._hidden_size)
         if hasattr(self._drafter, "_greedy_sample"):
             return self._propose(*args, **kwargs)
         states = self._drafter.model(kwargs["target_hidden_states"])
         heads = self._drafter.model.compute_logits(states)  # Medusa's
         return torch.stack([self._sampler.draft(logits, at, 1) for at, logits in enumerate(heads)], dim=1)
 
-    def _sample(self, hidden_states: Tensor) -> Tensor:
+    def _sample(self, hidden_states: Tensor, *args: Any) -> Tensor:
         logits = self._drafter.model.compute_logits(hidden_states)
-        # A parallel drafter gives all tokens of a request at once, in order.
-        per_request = self._drafter.num_speculative_tokens if self._drafter.parallel_drafting else 1
-        tokens = self._sampler.draft(logits, self._depth, per_request)
-        self._depth += per_request
+        tokens = self._sampler.draft(logits, self._depth, self._per_request)
+        self._depth += self._per_request
         return tokens
 
 

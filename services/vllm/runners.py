@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.v1 import outputs
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from services.vllm.block_scheduler import NoProposer
 from services.vllm.heads import CoupledDrafts
@@ -90,7 +91,10 @@ class SecondRunner:
         """Replace the runner's sampling, and its drafter; it has loaded its model."""
         runner = self._runner
         runner.sample = partial(self._sample, sampler)
-        if runner.speculator is not None:
+        self._has_drafter = isinstance(runner.speculator, DraftModelSpeculator)
+        if isinstance(sampler, BlockSampler) and self._has_drafter:
+            CoupledDrafts(runner.speculator, sampler).install_second()
+        elif runner.speculator is not None:
             runner.speculator.propose = self._propose
         if runner.lora_config:
             scorer = runner.prompt_logprobs_worker
@@ -98,6 +102,7 @@ class SecondRunner:
 
     def begin(self, step: Any) -> None:
         """Prepare for a step: write the proposals, of which vLLM's `SchedulerOutput` has a copy."""
+        step.has_structured_output_requests = self._has_drafter  # else drafts stay on the device
         states, proposals = self._runner.req_states, step.scheduled_spec_decode_tokens
         if proposals:
             most = states.num_speculative_steps
@@ -152,7 +157,7 @@ class SecondRunner:
 
         return score(compute_next, states, batch, *step)
 
-    def _propose(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def _propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Propose nothing: the scheduler brings proposals, and `begin` writes them."""
-        drafts: Tensor = self._runner.req_states.draft_tokens[batch.idx_mapping]
+        drafts: Tensor = self._runner.req_states.draft_tokens[input_batch.idx_mapping]
         return drafts

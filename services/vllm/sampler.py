@@ -125,7 +125,7 @@ class StepSampler(ABC):
             self._noise.forget(session_id)
         self._scheduled = step.num_scheduled_tokens
         new, cached = step.scheduled_new_reqs, step.scheduled_cached_reqs
-        self._arguments |= {each.req_id: each.sampling_params.extra_args for each in new}
+        self._arguments |= {each.req_id: each.sampling_params.extra_args or {} for each in new}
         self._computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         self._computed |= {each.req_id: each.num_computed_tokens for each in new}
 
@@ -210,7 +210,7 @@ class BlockSampler(StepSampler):
         """
         rows = zip(self._emitted.items(), pairwise(first_rows), strict=False)  # padding may follow
         for (request_id, position), (first, end) in rows:
-            if not self._arguments[request_id][IS_KEPT]:
+            if not self._arguments[request_id].get(IS_KEPT):
                 continue
             start = self._computed[request_id]
             if position is not None:
