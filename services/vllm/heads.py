@@ -89,9 +89,6 @@ class CoupledDrafts:
         self._drafter, self._sampler, self._depth = drafter, sampler, 0
         self._propose = drafter.propose
         self._hidden_size = drafter.vllm_config.model_config.get_hidden_size()
-        # A parallel drafter gives all tokens of a request at once, in order.
-        config = drafter.vllm_config.speculative_config
-        self._per_request = config.num_speculative_tokens if config.parallel_drafting else 1
 
     def install(self) -> None:
         """Replace the drafter's argmax, of which Medusa's heads have their own, and layers with adapters."""
@@ -107,7 +104,7 @@ class CoupledDrafts:
         drafter, prepare = self._drafter, self._drafter.init_cudagraph_manager
         _leave_adapters_out(drafter.model)
         drafter.init_cudagraph_manager = lambda mode: prepare(CUDAGraphMode.NONE)
-        drafter.propose, drafter.sample_draft = self._draft_second, self._sample
+        drafter.propose, drafter.sample_draft = self._draft_second, self._sample_second
 
     def _draft_second(
         self,
@@ -137,10 +134,19 @@ class CoupledDrafts:
         heads = self._drafter.model.compute_logits(states)  # Medusa's
         return torch.stack([self._sampler.draft(logits, at, 1) for at, logits in enumerate(heads)], dim=1)
 
-    def _sample(self, hidden_states: Tensor, *args: Any) -> Tensor:
+    def _sample(self, hidden_states: Tensor) -> Tensor:
+        # A parallel drafter gives all tokens of a request at once, in order.
+        per_request = self._drafter.num_speculative_tokens if self._drafter.parallel_drafting else 1
+        return self._drawn(hidden_states, per_request)
+
+    def _sample_second(self, hidden_states: Tensor, *args: Any) -> Tensor:
+        is_parallel = self._drafter.speculative_config.parallel_drafting
+        return self._drawn(hidden_states, self._drafter.num_speculative_steps if is_parallel else 1)
+
+    def _drawn(self, hidden_states: Tensor, per_request: int) -> Tensor:
         logits = self._drafter.model.compute_logits(hidden_states)
-        tokens = self._sampler.draft(logits, self._depth, self._per_request)
-        self._depth += self._per_request
+        tokens = self._sampler.draft(logits, self._depth, per_request)
+        self._depth += per_request
         return tokens
 
 
