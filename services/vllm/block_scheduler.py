@@ -107,7 +107,7 @@ class BlockScheduler(Scheduler):  # type: ignore[misc]  # vLLM's classes are not
         self._masks = self.begin_masks(posted)  # where it fails, the next step names the ended sessions
         output.posted, output.ended, self.ended = posted, self.ended, []
         config = self.vllm_config.speculative_config
-        if config is not None and config.method not in ("medusa", "custom_class"):
+        if config is not None and config.method not in ("medusa", "custom_class", "ngram"):
             # Medusa's heads are all computed at once; others read new tokens even if they draft none.
             depths = [block.draft_depth for block in posted.values()]
             output.num_spec_tokens_to_schedule = min(max(depths, default=0), most)

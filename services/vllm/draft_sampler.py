@@ -7,7 +7,8 @@ their logits share one call where their tokens are the best of their scores.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from services.speculation.predictions import predictions
 from services.speculation.predictor import draft_params, edited_log_probs
 from services.vllm.messages import DraftBlock, Drafted
 from services.vllm.noise import NoiseRows
-from services.vllm.sampler import UNUSED_TOKEN, RequestState, StepSampler
+from services.vllm.sampler import NO_TOKEN, UNUSED_TOKEN, RequestState, StepSampler
 
 
 class _Row(NamedTuple):
@@ -36,17 +37,13 @@ class _Row(NamedTuple):
 
 
 class DraftSampler(StepSampler):
-    """Replaces `GPUModelRunner._sample` in the process that has the logits; draws a draft's tokens."""
+    """Takes the place of vLLM's sampling in the process that has the logits; draws a draft's tokens."""
 
-    def sample(self, logits: Tensor, spec_decode_metadata: Any) -> Any:
-        """Return the next token of each request, from logits [requests, vocab_size]."""
-        from vllm.v1.outputs import SamplerOutput
-
-        assert spec_decode_metadata is None
-        batch = self._runner.input_batch
-        tokens = [UNUSED_TOKEN] * batch.num_reqs  # vLLM discards those of chunks of a prompt
+    def sample(self, logits: Tensor, request_ids: Sequence[str], drafts: Sequence[int]) -> Tensor:
+        """Draw the next token of each request; no request has draft tokens."""
+        tokens = [NO_TOKEN] * len(request_ids)
         alike: dict[tuple[float, ...], list[_Row]] = {}
-        for at, request_id in enumerate(batch.req_ids[: batch.num_reqs]):
+        for at, request_id in enumerate(request_ids):
             block = self._posted.get(request_id)
             if block is None:
                 continue
@@ -54,8 +51,9 @@ class DraftSampler(StepSampler):
                 session = self._state(request_id)
             except GammarayError as error:
                 self._verdicts[request_id] = error
+                tokens[at] = UNUSED_TOKEN
                 continue
-            position = int(batch.num_tokens_no_spec[at])
+            position = self._computed[request_id] + self._scheduled[request_id]
             row = _Row(at, request_id, session, block, position, logits[at : at + 1])
             if session.is_drawn:
                 alike.setdefault(_alike(session), []).append(row)
@@ -64,13 +62,11 @@ class DraftSampler(StepSampler):
         for rows in alike.values():
             for row, outcome in zip(rows, self._draw(rows), strict=True):
                 self._note(row, outcome, tokens)
-        emitted = torch.tensor(tokens, dtype=torch.int32)[:, None]
-        return SamplerOutput(sampled_token_ids=emitted.to(logits.device), logprobs_tensors=None)
+        return torch.tensor(tokens, dtype=torch.int32, device=logits.device)[:, None]
 
     def _note(self, row: _Row, outcome: Drafted | GammarayError, tokens: list[int]) -> None:
         self._verdicts[row.request_id] = outcome
-        if isinstance(outcome, Drafted):
-            tokens[row.at] = outcome.token_id
+        tokens[row.at] = outcome.token_id if isinstance(outcome, Drafted) else UNUSED_TOKEN
 
     def _params(self, spec: SessionSpec) -> SamplingParams | None:
         return draft_params(spec)
@@ -95,7 +91,7 @@ class DraftSampler(StepSampler):
         try:
             logits = row.logits.float()
             if params is not None and session.edits is not None:
-                edits = self._edits(row.request_id, row.at, row.position)
+                edits = self._edits(row.request_id, row.position)
                 if isinstance(edits, GammarayError):
                     return edits
                 assert edits is not None  # a draft waits for its masks

@@ -56,10 +56,16 @@ _ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # the worker's logging is configured already
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM's CPU build starts a process for one rank, too
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `services.vllm.worker` replaces the sampling of the first one
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # "1" is V2, which no GPU has run with `services.vllm.runners`
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the worker has threads, of gRPC among others
 }
 """Defaults of vLLM's own variables; what the user sets is kept."""
+
+_NO_PROPOSER = {"method": "custom_class", "model": "services.vllm.block_scheduler.NoProposer"}
+"""vLLM reserves slots for draft tokens only where a drafter is configured."""
+
+_SECOND_NO_PROPOSER = {"method": "ngram", "prompt_lookup_max": 1}
+"""The same for the V2 runner, which takes no class; `services.vllm.runners` lets it draft nothing."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,11 @@ class VllmEngine:
         self.kernel = f"vLLM {vllm_build()[0]} ({self.device}, {self.dtype}){ranks}"
         self.kernel += ", batch-invariant" if options.is_batch_invariant else ""
         self.max_proposal = options.max_proposal
+        if config.use_v2_model_runner:
+            self.max_proposal = int(config.num_speculative_tokens)  # it has room for a head's drafts only
+            self.kernel += ", V2 model runner"
+            if self.device != "cpu":
+                _log.warning("vLLM's V2 model runner was never run with gammaray on a GPU")
         self._scheduler = self.core.scheduler  # of the class `services.vllm.block_scheduler.BlockScheduler`
         self._has_drafter = bool(options.head)
         self.pool = self._scheduler.kv_cache_manager.block_pool
@@ -368,6 +379,7 @@ def _prepare_process(options: EngineOptions) -> None:
 
 
 def _configuration(options: EngineOptions) -> Any:
+    from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
 
     from services.vllm.heads import complete_config, drafter_config  # they need torch
@@ -397,11 +409,8 @@ def _configuration(options: EngineOptions) -> Any:
             arguments["block_size"] = CPU_DRAFT_BLOCK
     else:
         arguments["worker_cls"] = "services.vllm.worker.SamplingWorker"
-        arguments["speculative_config"] = {
-            "method": "custom_class",
-            "model": "services.vllm.block_scheduler.NoProposer",
-            "num_speculative_tokens": options.max_proposal,
-        }
+        proposer = _SECOND_NO_PROPOSER if envs.VLLM_USE_V2_MODEL_RUNNER else _NO_PROPOSER
+        arguments["speculative_config"] = {**proposer, "num_speculative_tokens": options.max_proposal}
     if options.head:
         arguments |= {"speculative_config": drafter_config(options.head), "hf_overrides": complete_config}
     if options.adapters:

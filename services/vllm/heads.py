@@ -88,6 +88,7 @@ class CoupledDrafts:
     def __init__(self, drafter: Any, sampler: BlockSampler) -> None:
         self._drafter, self._sampler, self._depth = drafter, sampler, 0
         self._propose = drafter.propose
+        self._hidden_size = drafter.vllm_config.model_config.get_hidden_size()
 
     def install(self) -> None:
         """Replace the drafter's argmax, of which Medusa's heads have their own, and layers with adapters."""
@@ -96,9 +97,37 @@ class CoupledDrafts:
         if hasattr(self._drafter, "_greedy_sample"):
             self._drafter._greedy_sample = self._sample
 
+    def install_second(self) -> None:
+        """Do the same in the V2 model runner; CUDA graphs of a drafter would draw the same noise again."""
+        from vllm.config import CUDAGraphMode
+
+        drafter, prepare = self._drafter, self._drafter.init_cudagraph_manager
+        _leave_adapters_out(drafter.model)
+        drafter.init_cudagraph_manager = lambda mode: prepare(CUDAGraphMode.NONE)
+        drafter.propose, drafter.sample_draft = self._draft_second, self._sample_second
+
+    def _draft_second(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._depth = 0
+        if not kwargs.get("dummy_run"):
+            states = torch.cat(aux_hidden_states, dim=-1) if aux_hidden_states else last_hidden_states
+            self._sampler.note_states(states, input_batch.query_start_loc_np.tolist(), self._hidden_size)
+        taken = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states
+        return self._propose(*taken, *args, **kwargs)
+
     def _draft(self, *args: Any, **kwargs: Any) -> Any:
         self._depth = 0
-        self._sampler.note_states(kwargs)
+        if (step := kwargs.get("common_attn_metadata")) is not None:  # Medusa has none, and does not learn
+            first_rows = step.query_start_loc_cpu.tolist()
+            self._sampler.note_states(kwargs["target_hidden_states"], first_rows, self._hidden_size)
         if hasattr(self._drafter, "_greedy_sample"):
             return self._propose(*args, **kwargs)
         states = self._drafter.model(kwargs["target_hidden_states"])
@@ -106,9 +135,16 @@ class CoupledDrafts:
         return torch.stack([self._sampler.draft(logits, at, 1) for at, logits in enumerate(heads)], dim=1)
 
     def _sample(self, hidden_states: Tensor) -> Tensor:
-        logits = self._drafter.model.compute_logits(hidden_states)
         # A parallel drafter gives all tokens of a request at once, in order.
         per_request = self._drafter.num_speculative_tokens if self._drafter.parallel_drafting else 1
+        return self._drawn(hidden_states, per_request)
+
+    def _sample_second(self, hidden_states: Tensor, *args: Any) -> Tensor:
+        is_parallel = self._drafter.speculative_config.parallel_drafting
+        return self._drawn(hidden_states, self._drafter.num_speculative_steps if is_parallel else 1)
+
+    def _drawn(self, hidden_states: Tensor, per_request: int) -> Tensor:
+        logits = self._drafter.model.compute_logits(hidden_states)
         tokens = self._sampler.draft(logits, self._depth, per_request)
         self._depth += per_request
         return tokens

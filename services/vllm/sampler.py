@@ -6,8 +6,10 @@ parameters and without edits of their logits share one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +37,7 @@ from services.vllm.messages import (
 from services.vllm.noise import NoiseRows, NoiseSource
 
 NO_TOKEN = -1
-"""Padding of vLLM's sampled tokens."""
+"""Padding of the emitted tokens, and all that a chunk of a prompt emits."""
 
 UNUSED_TOKEN = 0
 """Emitted for a block without a verdict: vLLM needs a token, and its request ends with the step."""
@@ -83,14 +85,23 @@ class RequestState:
         return self.edits is None and is_coupled
 
 
-class StepSampler:
-    """What both samplers keep between steps; `states` are what a head that learns has read in the step."""
+class StepSampler(ABC):
+    """What both samplers keep between steps; `states` are what a head that learns has read in the step.
 
-    def __init__(self, runner: Any, vocab_size: int) -> None:
-        self._runner, self._vocab_size = runner, vocab_size
+    Args:
+        tokens: Gives the first tokens of a request, of its id and their number.
+    """
+
+    def __init__(
+        self, vocab_size: int, device: torch.device, tokens: Callable[[str, int], Sequence[int]]
+    ) -> None:
+        self._vocab_size, self._device, self._tokens = vocab_size, device, tokens
         self.states: States = {}
+        self._arguments: dict[str, Any] = {}
         self._states: dict[str, RequestState] = {}
-        self._noise = NoiseSource(vocab_size, runner.device)
+        self._computed: dict[str, int] = {}  # tokens of each request of the step before it
+        self._scheduled: dict[str, int] = {}  # tokens that the step feeds
+        self._noise = NoiseSource(vocab_size, device)
         self._posted: dict[str, Any] = {}
         self._masks = Masks()
         self._verdicts: Verdicts = {}
@@ -105,13 +116,28 @@ class StepSampler:
         """Sessions whose noise is kept."""
         return self._noise.num_sessions
 
-    def begin(self, posted: dict[str, Any], ended: Iterable[str] = ()) -> None:
-        """Take the blocks of the step that begins; forget sessions that ended, and requests as vLLM does."""
-        self._posted, self._verdicts, self.states = posted, {}, {}
-        for request_id in self._states.keys() - self._runner.requests.keys():
-            del self._states[request_id]
-        for session_id in ended:
+    def begin(self, step: Any) -> None:
+        """Take the blocks of a step, vLLM's `SchedulerOutput`; forget requests and sessions that ended."""
+        self._posted, self._verdicts, self.states = getattr(step, "posted", {}), {}, {}
+        for request_id in step.finished_req_ids:
+            self._arguments.pop(request_id, None)
+            self._states.pop(request_id, None)
+        for session_id in getattr(step, "ended", ()):
             self._noise.forget(session_id)
+        self._scheduled = step.num_scheduled_tokens
+        new, cached = step.scheduled_new_reqs, step.scheduled_cached_reqs
+        self._arguments |= {each.req_id: each.sampling_params.extra_args or {} for each in new}
+        self._computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self._computed |= {each.req_id: each.num_computed_tokens for each in new}
+
+    @abstractmethod
+    def sample(self, logits: Tensor, request_ids: Sequence[str], drafts: Sequence[int]) -> Tensor:
+        """Return the tokens that each request of a step emits, padded, [requests, longest] int32.
+
+        Args:
+            logits: [rows, vocab_size]; a request has one row more than draft tokens.
+            drafts: The number of draft tokens of each request.
+        """
 
     def take_masks(self, masks: Masks | None) -> None:
         """Take the masks of the step's grammars."""
@@ -129,17 +155,17 @@ class StepSampler:
         """Return what is kept of a request; raises InvalidArgumentError if its masks leave no token."""
         state = self._states.get(request_id)
         if state is None:
-            arguments = self._runner.requests[request_id].sampling_params.extra_args
-            spec, device = arguments[SPEC], self._runner.device
-            state = RequestState(arguments[SESSION], spec, self._params(spec), self._vocab_size, device)
+            arguments = self._arguments[request_id]
+            spec, session_id = arguments[SPEC], arguments[SESSION]
+            state = RequestState(session_id, spec, self._params(spec), self._vocab_size, self._device)
             self._states[request_id] = state
         return state
 
-    def _edits(self, request_id: str, at: int, length: int) -> LogitEdits | GammarayError | None:
+    def _edits(self, request_id: str, length: int) -> LogitEdits | GammarayError | None:
         """Return the edits of a request's logits after `length` tokens; None: its masks are late."""
         state = self._states[request_id]
         assert state.edits is not None
-        state.edits.follow(self._runner.input_batch.token_ids_cpu[at, :length].tolist())
+        state.edits.follow(self._tokens(request_id, length))
         masks = self._masks.by_request.get(request_id, ())
         if masks is None or isinstance(masks, GammarayError):
             return masks
@@ -159,57 +185,40 @@ class _Rows(NamedTuple):
 
 
 class BlockSampler(StepSampler):
-    """Replaces `GPUModelRunner._sample` in the process that has the logits; verifies blocks."""
+    """Takes the place of vLLM's sampling in the process that has the logits; verifies blocks."""
 
-    def __init__(self, runner: Any, vocab_size: int) -> None:
-        super().__init__(runner, vocab_size)
-        self._emitted: list[tuple[str, int] | None] = []
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._emitted: dict[str, int | None] = {}
 
-    def sample(self, logits: Tensor, spec_decode_metadata: Any) -> Any:
-        """Return the emitted tokens of each request, as vLLM's `SamplerOutput`.
-
-        A request has one row of `logits` [rows, vocab_size] more than vLLM's metadata has draft tokens of it.
-        """
-        from vllm.v1.outputs import SamplerOutput
-
-        count = self._runner.input_batch.num_reqs
-        drafts = [0] * count if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
-        tokens = torch.tensor(self.serve(logits, drafts), dtype=torch.int32, device=logits.device)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
-
-    def serve(self, logits: Tensor, drafts: Sequence[int]) -> list[list[int]]:
-        """Verify the posted blocks, with so many draft tokens of each request.
-
-        Returns the tokens that each request emits, padded to the same length.
-        """
-        request_ids, width = self._runner.input_batch.req_ids[: len(drafts)], max(drafts) + 1
+    def sample(self, logits: Tensor, request_ids: Sequence[str], drafts: Sequence[int]) -> Tensor:
+        """Verify the posted blocks of a step."""
+        width = max(drafts) + 1
         emitted = [[NO_TOKEN] * width] * len(drafts)
-        self._emitted = [None] * len(drafts)
+        self._emitted = dict.fromkeys(request_ids)
         for row, tokens in self._serve(request_ids, drafts, logits):
             emitted[row] = tokens + [NO_TOKEN] * (width - len(tokens))
             block = self._posted[request_ids[row]]
-            self._emitted[row] = request_ids[row], block.base_position + len(tokens)
-        return emitted
+            self._emitted[request_ids[row]] = block.base_position + len(tokens)
+        return torch.tensor(emitted, dtype=torch.int32, device=logits.device)
 
-    def note_states(self, drafting: Mapping[str, Any]) -> None:
+    def note_states(self, states: Tensor, first_rows: Sequence[int], hidden_size: int) -> None:
         """Keep the states of committed tokens of the requests that are learnt from.
 
         Args:
-            drafting: What vLLM gives its drafter of the step that was sampled: among others the states
-                [rows, taps * hidden_size], and the first row of each request.
+            states: [rows, taps * hidden_size], of the tokens that the step fed.
+            first_rows: The first row of each request that was sampled, and the end of the last.
         """
-        batch = self._runner.input_batch
-        for at, emitted in enumerate(self._emitted):
-            request_id, start = batch.req_ids[at], int(batch.num_computed_tokens_cpu[at])
-            if not self._runner.requests[request_id].sampling_params.extra_args[IS_KEPT]:
+        rows = zip(self._emitted.items(), pairwise(first_rows), strict=False)  # padding may follow
+        for (request_id, position), (first, end) in rows:
+            if not self._arguments[request_id].get(IS_KEPT):
                 continue
-            first, end = drafting["common_attn_metadata"].query_start_loc_cpu[at : at + 2].tolist()
-            if emitted is not None:
-                end = min(end, first + emitted[1] - 1 - start)  # rejected tokens follow
+            start = self._computed[request_id]
+            if position is not None:
+                end = min(end, first + position - 1 - start)  # rejected tokens follow
             if end > first:
-                states = drafting["target_hidden_states"][first:end].to("cpu", torch.bfloat16)
-                shaped = states.view(end - first, -1, self._runner.model_config.get_hidden_size())
-                self.states[request_id] = start, shaped
+                kept = states[first:end].to("cpu", torch.bfloat16)
+                self.states[request_id] = start, kept.view(end - first, -1, hidden_size)
 
     def draft(self, logits: Tensor, depth: int, per_request: int) -> Tensor:
         """Return the tokens that a drafter proposes for the requests of the step that was sampled.
@@ -224,10 +233,9 @@ class BlockSampler(StepSampler):
         """
         tokens = logits.argmax(dim=-1)
         alike: dict[tuple[float, ...], list[tuple[int, NoiseRows]]] = {}
-        for at, emitted in enumerate(self._emitted):
-            if emitted is None or at * per_request >= len(tokens):
+        for at, (request_id, position) in enumerate(self._emitted.items()):
+            if position is None or at * per_request >= len(tokens):
                 continue
-            request_id, position = emitted
             session = self._states.get(request_id)
             if session is None or session.spec.method is not VerificationMethod.COUPLED:
                 continue
@@ -307,7 +315,7 @@ class BlockSampler(StepSampler):
         noise = self._noise.of(session.session_id, spec) if spec.params.temperature > 0 else None
         try:
             if edits is not None:
-                prepared = self._edits(rows.request_id, rows.at, base)
+                prepared = self._edits(rows.request_id, base)
                 if not isinstance(prepared, LogitEdits):
                     return prepared
             return judge(spec, rows.proposal, rows.logits, base, noise, edits)
