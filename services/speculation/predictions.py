@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gammaray.types import SparseDistribution, VerificationMethod
 from services.engine.native.library import top_k_tokens
-from services.engine.sampling.draws import best_tokens, draw
+from services.engine.sampling.draws import best_tokens
 from services.engine.sampling.noise import Noise
 
 ENTROPY_FACTOR = 0.05
@@ -169,7 +169,7 @@ def predictions(
     else:
         temperature = draw_temperature(temperature)
         if token_ids is None:
-            winners, scores = draw(log_probs, noise, positions)
+            winners, scores = noise.draw(log_probs, positions)
         else:
             gumbel = noise.at(positions)
             scores = log_probs + (gumbel[:, token_ids] if gumbel.shape[-1] > len(token_ids) else gumbel)

@@ -43,7 +43,7 @@ from gammaray.blocks import Verdict
 from gammaray.errors import InternalError, InvalidArgumentError
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
 from services.engine.core.batch import is_chain
-from services.engine.sampling.draws import best_tokens, draw
+from services.engine.sampling.draws import best_tokens
 from services.engine.sampling.edits import row_paths
 from services.engine.sampling.noise import Noise
 
@@ -79,7 +79,7 @@ def verify(
         return _verify_block(log_probs, proposal, noise, base_position)
     if method is VerificationMethod.COUPLED:
         positions = [base_position + depth for depth in row_depths(proposal)]
-        return walk(draw(log_probs, noise, positions)[0], proposal)
+        return walk(noise.draw(log_probs, positions)[0], proposal)
     rows = noise.independent_gumbel(base_position, len(proposal) + 1)
     return walk(best_tokens(log_probs + rows), proposal)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gammaray.types import Proposal, SamplingParams, SparseDistribution, TokenOrigin, VerificationMethod
+from services.engine.sampling.draws import best_tokens
 from services.speculation.predictions import quantise, sample_sparse
 from services.verification.rules import verify
 
@@ -89,6 +90,11 @@ class ScriptedNoise:
     def residual_gumbel(self, position: int) -> Tensor:
         assert self.residual is not None
         return self.residual
+
+    def draw(self, logits: Tensor, positions: Sequence[int]) -> tuple[list[int | None], Tensor]:
+        assert self.shared is not None
+        scores = logits + self.shared[list(positions)]
+        return best_tokens(scores), scores
 
     def gumbel(self, start: int, count: int) -> Tensor:
         assert self.shared is not None

@@ -26,6 +26,7 @@ bounded in bytes.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor
 
 from services.engine.native.library import load_kernel
+from services.engine.sampling.draws import best_tokens
 
 W = TypeVar("W", int, Tensor)
 
@@ -139,7 +141,7 @@ class Noise:
         device: torch.device | str = "cpu",
         token_ids: Tensor | None = None,
     ) -> None:
-        self.seed, self.sample_index = seed, sample_index
+        self.seed, self.sample_index, self._has_all = seed, sample_index, token_ids is None
         sizes: dict[str, Any] = {"vocab_size": vocab_size, "device": device, "token_ids": token_ids}
         compute = partial(exponential, seed, sample_index=sample_index, **sizes)
         self._shared = _GumbelRows(partial(compute, stream=SHARED), vocab_size)
@@ -151,6 +153,29 @@ class Noise:
         It is [count, vocab_size] float64, for `count` positions, at least 1, from `start` on.
         """
         return self._shared.rows(start, count)
+
+    def draw(self, logits: Tensor, positions: Sequence[int]) -> tuple[list[int | None], Tensor]:
+        """Draw the token at each position, whose logit plus noise is the largest; draft and target share it.
+
+        Args:
+            logits: [positions, vocab_size], -inf for tokens that cannot be drawn; need not be normalised.
+            positions: Absolute positions of the tokens.
+
+        Returns:
+            The tokens, see `best_tokens`, and the scores [positions, vocab_size]: where the compiled kernel
+            draws in float32, to 1e-4; it compares the best ones in float64.
+        """
+        is_plain = logits.is_cpu and logits.is_contiguous() and logits.dtype is torch.float32
+        library = load_kernel().library if is_plain and self._has_all else None
+        if library is None:
+            scores = logits + self.at(positions)
+            return best_tokens(scores), scores
+        rows, size = logits.shape
+        scores = torch.empty_like(logits)
+        places, tokens = (ctypes.c_int64 * rows)(*positions), (ctypes.c_int64 * rows)()
+        sources = places, logits.data_ptr(), rows, size
+        library.gr_draw(self.seed, self.sample_index, SHARED, *sources, scores.data_ptr(), tokens)
+        return [token if token >= 0 else None for token in tokens], scores
 
     def at(self, positions: Sequence[int]) -> Tensor:
         """Return `gumbel` of some positions, [positions, vocab_size]; read only."""
