@@ -26,7 +26,7 @@ from services.scheduling.grammars import Grammars
 from services.scheduling.planning import Limits, Running
 from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
-from services.scheduling.tasks import Prepared, ProposeTask, Release, Reply
+from services.scheduling.tasks import ProposeTask, Release, Reply
 from services.speculation.drafting import PendingProposal
 from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.speculation.predictor import DraftModel
@@ -97,7 +97,6 @@ class DraftScheduler:
         self.queue.on_stop = self.lookahead.preempt
         self._model = DraftModel(engine, top_k=draft_top_k, bits=weight_bits, translation=translation)
         self.speculations: dict[str, Speculation] = {}
-        self._prepared = list[Prepared]()
 
     @property
     def has_work(self) -> bool:
@@ -109,13 +108,12 @@ class DraftScheduler:
     def step(self) -> list[tuple[ProposeTask, Reply]]:
         if self.queue.is_idle:
             prepared = self.lookahead.step()
-            return list(map(_message, prepared))
+            return [(ahead.task, Reply(0, ahead.task.session_id, ahead)) for ahead in prepared]
         self._restart_evicted()
         self.queue.drop_dead()
         self.batcher.admit(self._start)
         self.batcher.run(self._forward, self._advance)
-        prepared, self._prepared = self._prepared, []
-        return [*self.queue.take_replies(), *map(_message, prepared)]
+        return self.queue.take_replies()
 
     def release(self, endings: Iterable[Release]) -> None:
         self.queue.release(endings, self.engine.forget)
@@ -182,15 +180,9 @@ class DraftScheduler:
                 token_ids = [*feed.token_ids[:-1], *pending.ran]
                 batch[0] = running, replace(feed, token_ids=token_ids, num_logits=len(pending.ran))
                 return [logits]
-        results, prepared = self.lookahead.join([feed for _, feed in batch])
-        self._prepared += prepared
-        return results
+        return self.engine.step([feed for _, feed in batch])
 
     def _finish(self, block: _DraftBlock) -> Proposal:
         pending = block.pending
         self.lookahead.add(pending.speculation, block.task, is_hit=not pending.is_fed)
         return pending.reading.proposal()
-
-
-def _message(prepared: Prepared) -> tuple[ProposeTask, Reply]:
-    return prepared.task, Reply(0, prepared.task.session_id, prepared)

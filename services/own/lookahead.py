@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ctypes import c_int32
 
-from torch import Tensor
-
 from services.engine.core.batch import SequenceInput
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import CacheFullError
@@ -138,7 +136,7 @@ class Lookahead:
     def step(self) -> list[Prepared]:
         """Feed the open nodes that are likeliest to be needed; return the proposals that this completes."""
         pending = list(self._pending.values())
-        chosen, run_length = self._choose(self._max_rows)
+        chosen, run_length = self._choose()
         if not chosen:
             return self._whole(pending, 0.0)
         self._thread_id = threading.get_native_id() if self._is_idle else None
@@ -156,26 +154,6 @@ class Lookahead:
             self._thread_id = None
         return self._whole(pending, MIN_SENT)
 
-    def join(self, feeds: list[SequenceInput]) -> tuple[list[Tensor], list[Prepared]]:
-        """Run a forward for blocks, with nodes of other sessions in it where rows cost next to nothing.
-
-        Returns:
-            The logits of `feeds`, and the proposals that this completes.
-        """
-        engine, num_left = self._engine, self._max_rows - sum(len(feed.token_ids) for feed in feeds)
-        if self._max_rows <= AHEAD_ROWS or num_left <= 0 or not self.has_work:
-            return engine.step(feeds), []
-        pending = list(self._pending.values())
-        chosen, _ = self._choose(num_left)
-        more = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
-        try:
-            results = engine.step([*feeds, *more])
-        except CacheFullError:
-            self._pending.clear()
-            return engine.step(feeds), []
-        self._open(chosen, results[len(feeds) :])
-        return results[: len(feeds)], self._whole(pending, MIN_SENT)
-
     def _whole(self, pending: list[tuple[Speculation, ProposeTask]], least: float) -> list[Prepared]:
         """Complete proposals not yet returned, if a session's are at least `least` likely together."""
         return [
@@ -185,7 +163,7 @@ class Lookahead:
             for reading in speculation.ahead.take_whole(least)
         ]
 
-    def _choose(self, max_rows: int) -> tuple[dict[Speculation, list[Node]], int]:
+    def _choose(self) -> tuple[dict[Speculation, list[Node]], int]:
         """Return the nodes to feed, and how many forwards to run in one call along one node's chain."""
         candidates: list[tuple[float, Speculation, Node, int]] = []
         for session_id, (speculation, _) in list(self._pending.items()):
@@ -205,7 +183,7 @@ class Lookahead:
             if len(chosen.get(speculation, ())) >= (1 if speculation.is_parallel else SESSION_ROWS):
                 continue  # of a parallel draft one block after another
             num_rows += len(speculation.feed([node]).token_ids) if speculation.is_parallel else 1
-            if chosen and num_rows > max_rows:
+            if chosen and num_rows > self._max_rows:
                 break
             chosen.setdefault(speculation, []).append(node)
         return chosen, 1
@@ -240,9 +218,7 @@ class Lookahead:
     def _feed(self, chosen: dict[Speculation, list[Node]]) -> int:
         """Feed the nodes in one forward; return the number of forwards."""
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
-        self._open(chosen, self._engine.step(feeds, self._stop if self._is_idle else None))
-        return 1
-
-    def _open(self, chosen: dict[Speculation, list[Node]], results: list[Tensor]) -> None:
+        results = self._engine.step(feeds, self._stop if self._is_idle else None)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
             speculation.open(nodes, logits)
+        return 1

@@ -123,24 +123,6 @@ def test_rows_of_ahead_are_those_that_cost_nothing(row_s, wanted, monkeypatch):
     assert not engine.caches
 
 
-def test_ahead_joins_the_forwards_of_other_sessions_where_rows_are_free():
-    """In a crowd blocks always wait, so that draft-ahead would never have a forward of its own."""
-    ahead = Drafter(TableEngine(), ahead_rows=MANY_ROWS[0])
-    first = ahead.task(PROMPT, 3, params=PARAMS["plain"])
-    first.wants_ahead = True
-    ahead.scheduler.submit([first])
-    found = []
-    for number in range(40):
-        if ahead.scheduler.queue.is_idle:
-            ahead.scheduler.submit([ahead.task([*PROMPT, number], 4, session_id=f"other {number}")])
-        found += [reply.outcome for task, reply in ahead.scheduler.step() if task is first]
-    (_, *prepared) = found
-    assert len(prepared) > 1
-    for one in prepared:
-        again = Drafter(TableEngine()).ask([*PROMPT, *one.token_ids], 3, params=PARAMS["plain"])
-        assert one.proposal == again.outcome
-
-
 def test_tree_level_wider_than_a_forward_comes_in_several():
     narrow, wide = Drafter(TableEngine(), max_batch_tokens=2), Drafter(TableEngine())
     ours, theirs = narrow.ask(PROMPT, 4, max_nodes=40), wide.ask(PROMPT, 4, max_nodes=40)
