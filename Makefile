@@ -22,8 +22,9 @@ packages = $(1)/uv pip install -q --system-certs $(4) --python $(1)/python -c $(
 	  || $(1)/pip install -q --disable-pip-version-check -c $(2) $(3)
 
 # torch goes first and by exact version: the plain PyPI build would bring gigabytes of CUDA. uv compiles its modules, too.
+# A second Python would break the environment of the first.
 $(STAMP): pyproject.toml constraints.txt services/demo_pair/pyproject.toml
-	$(PYTHON) -m venv .venv
+	[ -x .venv/bin/python ] || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt pip setuptools uv torch==2.13.0
 	$(call packages,$(BIN),constraints.txt,-e services/demo_pair -e '.[all$(comma)dev]',--compile-bytecode)
 	touch $@
@@ -80,7 +81,7 @@ vllm: $(VLLM_ENV)/.installed  ## install vLLM's CPU build and gammaray into .ven
 
 VLLM_SOURCES = services/demo_pair services/vllm/plugin
 $(VLLM_ENV)/.installed: pyproject.toml constraints.txt constraints-vllm.txt $(VLLM_SOURCES:%=%/pyproject.toml)
-	$(PYTHON) -m venv $(VLLM_ENV)
+	[ -x $(VLLM_ENV)/bin/python ] || $(PYTHON) -m venv $(VLLM_ENV)
 	awk -F== 'FNR == NR { print; pinned[tolower($$1)]; next } !(tolower($$1) in pinned)' \
 	  constraints-vllm.txt constraints.txt > $(VLLM_CONSTRAINTS)
 	$(VLLM_BIN)/pip install -q --disable-pip-version-check --no-compile -c $(VLLM_CONSTRAINTS) pip setuptools uv torch==2.13.0
