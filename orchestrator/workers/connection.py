@@ -138,7 +138,7 @@ class WorkerConnection(Generic[BlockT, ResultT]):
     def _end(self, request_id: int, answer: asyncio.Future[ResultT]) -> None:
         self.pending.pop(request_id, None)
         if not answer.cancelled():
-            answer.exception()  # one that nobody waits for is not logged
+            answer.exception()  # retrieved, else asyncio logs the error of an unused answer
 
     async def wait(self, message: asyncio.Future[ResultT], timeout_s: float) -> None:
         """Wait for what the worker sends without another call; fails as `call` does."""

@@ -69,6 +69,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         self._prefill: asyncio.Task[object] | None = None
         self._session: Session | None = None  # whose proposal is verified
         self._proposed: tuple[int, ...] = ()
+        self._gamma = 0  # of the last request
 
     def prepare(self, session: Session) -> Readiness:
         """Choose a worker, start a prefill if it lacks many tokens, and return whether it can propose."""
@@ -94,7 +95,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             raise UnavailableError("no draft worker can be used now")
         link = self._link
         if (prepared := self._take_prepared(session, link, shape)) is not None:
-            return self._noted(session, prepared)
+            return self._noted(session, prepared, shape)
         asked = self._expect(session, link, shape)
         if asked.depth <= 0:
             return Proposal()
@@ -113,11 +114,11 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         self._pauses.pop(link.address, None)
         link.backoff.succeeded()
         self._num_known = self._base_position
-        return self._noted(session, replace(proposal, worker=link.address))
+        return self._noted(session, replace(proposal, worker=link.address), shape)
 
-    def _noted(self, session: Session, proposal: Proposal) -> Proposal:
+    def _noted(self, session: Session, proposal: Proposal, shape: Shape) -> Proposal:
         """Return a proposal that is verified next, after passing on those that may follow it."""
-        self._session, self._proposed = session, proposal.token_ids
+        self._session, self._proposed, self._gamma = session, proposal.token_ids, shape.depth
         for outcome in list(self._prepared.by_outcome):
             self._pass_on(outcome)
         return proposal
@@ -128,7 +129,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         if session is None or session.on_prepared is None or not is_outcome(outcome, self._proposed):
             return
         proposal = self._prepared.peek(session.token_ids, outcome)
-        if proposal is not None:
+        if proposal is not None and len(proposal) <= self._gamma:
             session.on_prepared(outcome, proposal)
 
     def _take_prepared(self, session: Session, link: _DraftLink, shape: Shape) -> Proposal | None:
@@ -165,6 +166,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         if self._prefill is not None:
             self._prefill.cancel()
             self._prefill = None
+        self._session = None
         super().release(session)
 
     def _suits(self, link: _DraftLink) -> bool:

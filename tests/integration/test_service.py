@@ -314,11 +314,16 @@ async def test_plain_cycles_between_proposals_are_decoded_ahead(orchestrator, mo
         REQUESTS[2], drafter=DrafterKind.SUFFIX, gamma=GammaPolicy(4), prompt="x = [1, 2, 1, 2, "
     )
     monkeypatch.setattr(verifier, "CROWD", 1)
-    chunks = await complete(orchestrator, replace(request, gamma=GammaPolicy(4)))
-    assert tokens_of(chunks) == tokens_of(await complete(orchestrator, request))
-    origins = [{token.origin for token in chunk.tokens} for chunk in chunks if len(chunk.tokens) > 1]
-    assert {TokenOrigin.BONUS} in origins  # decoded ahead
-    assert any(TokenOrigin.ACCEPTED in one for one in origins)
+    origins, seed = list[set[TokenOrigin]](), 0
+    async with asyncio.timeout(60):
+        # How many tokens a message has, and so a chunk, depends on the load.
+        while {TokenOrigin.BONUS} not in origins or not any(TokenOrigin.ACCEPTED in one for one in origins):
+            request = replace(request, sampling=replace(SEEDED, seed=(seed := seed + 1)))
+            chunks = await complete(orchestrator, request)
+            assert tokens_of(chunks) == tokens_of(
+                await complete(orchestrator, replace(request, gamma=GammaPolicy(0)))
+            )
+            origins += [{token.origin for token in chunk.tokens} for chunk in chunks if len(chunk.tokens) > 1]
 
 
 async def test_sessions_of_other_orchestrators_count_in_a_crowd(orchestrator, redis_server, monkeypatch):
