@@ -83,9 +83,9 @@ _DRAFT_WEIGHTS = (
     "speed, not the text; it needs the compiled CPU kernel. auto: as dtype."
 )
 _HEAD = (
-    "What drafts in the target workers, instead of draft workers: directory or hub name of an EAGLE-3 head, "
-    "which reads the target's hidden states, or of a draft model; with vLLM also an EAGLE, Medusa or DFlash "
-    "head, or mtp: the target's own layers for this; empty: nothing."
+    "What drafts in the target workers, alone or beside draft workers: directory or hub name of an EAGLE-3 "
+    "head, which reads the target's hidden states, or of a draft model; with vLLM also an EAGLE, Medusa or "
+    "DFlash head, or mtp: the target's own layers for this; empty: nothing."
 )
 _LEARN = (
     "Folder in which target workers train new versions of their head while they serve; with API keys only "
@@ -477,9 +477,9 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_draft(cls, given: Any) -> Any:
-        """Start no draft workers where targets or a head do not run, or the draft is another target's."""
-        is_foreign = given.get("target", DEMO_PAIR) != DEMO_PAIR and "draft" not in given
-        if is_foreign or given.get("head") or str(given.get("target_workers")) == "0":
+        """Start no draft workers where no target runs, or where only the demo's draft could."""
+        has_other = bool(given.get("head")) or given.get("target", DEMO_PAIR) != DEMO_PAIR
+        if (has_other and "draft" not in given) or str(given.get("target_workers")) == "0":
             return {"draft_workers": "0", **given}
         return given
 
@@ -493,8 +493,6 @@ class ClusterSettings(_TargetModelSettings, _AccessSettings):
         if not self.target_workers.minimum and (self.target_workers.maximum or not self.redis_url):
             allowed = "at least 1 at all times; or 0, with the redis_url that workers of other hosts use"
             raise InvalidArgumentError("target_workers", str(self.target_workers), allowed)
-        if self.head and self.draft_workers.maximum:
-            raise InvalidArgumentError("head", self.head, "none with draft workers")
         return self
 
 

@@ -136,7 +136,7 @@ class Orchestrator:
     @property
     def plain_cycle_s(self) -> float | None:
         """Estimated seconds of a cycle at gamma 0; None while unknown."""
-        return self._drafting.costs.plain_cycle_s
+        return self._drafting.plain_cycle_s
 
     @property
     def adapters(self) -> list[str]:
@@ -267,7 +267,7 @@ class Orchestrator:
             self.tracing.cycle_log(session, span, self._background, is_stored=is_stored),
             store=self.store if is_stored else self.unstored,
             meter=self.meter,
-            costs=self._drafting.costs,
+            drafting=self._drafting,
             corpus=self.corpus,
             fleet=self.fleet,
         )

@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator
 
 from gammaray.errors import CancelledError, NotFoundError
 from gammaray.types import Chunk, FinishReason
-from orchestrator.control.costs import CostModel
 from orchestrator.cycle.handover import SessionHandover
 from orchestrator.cycle.pipeline import run_cycles
 from orchestrator.cycle.types import Cycle
 from orchestrator.drafting.corpus import Corpus
+from orchestrator.drafting.factory import Drafting
 from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
 from orchestrator.sessions.lifecycle import OpenSession
 from orchestrator.sessions.progress import ChunkBuilder
@@ -43,12 +43,12 @@ class RunningTurn:
         *,
         store: RedisStore | UnstoredSessions,
         meter: OrchestratorMeter,
-        costs: CostModel,
+        drafting: Drafting,
         corpus: Corpus,
         fleet: Fleet,
     ) -> None:
         self._session, self._is_stored = opened.session, opened.request.store
-        self._store, self._meter, self._costs = store, meter, costs
+        self._store, self._meter, self._drafting = store, meter, drafting
         self._corpus, self._fleet = corpus, fleet
         self._progress, self._cycle_log = progress, cycle_log
         self._drafter, self._controller, self._verifier = drafter, controller, verifier
@@ -75,7 +75,7 @@ class RunningTurn:
         """Count a stored cycle and return its chunk."""
         self._cycle_log.stored()
         # A plain cycle has one token; one that was decoded ahead may have more.
-        plain_cycle_s = self._costs.plain_cycle_s if cycle.ahead_s is None else None
+        plain_cycle_s = self._drafting.plain_cycle_s if cycle.ahead_s is None else None
         self._meter.cycle(cycle, plain_cycle_s)
         if cycle.finish_reason is not None:
             self._release()

@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--repetitions", type=int, default=3, help="default 3")
     add("--temperature", dest="temperatures", type=_floats, default="0,0.7,1", help="default 0,0.7,1")
     add("--streams", type=_integers, default="1", help="completions in flight, comma-separated; default 1")
+    add("--gammas", type=_integers, default=(), help="fixed gammas of gammaray besides, comma-separated")
     add("--threads", type=int, default=1, help="arithmetic threads per model; default 1")
     add("--seed", type=int, default=0, help="of the order of the systems; default 0")
     add(

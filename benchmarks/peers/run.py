@@ -34,6 +34,7 @@ from gammaray.bench.prompts import fingerprint
 from gammaray.bench.systems import Ask, Stack, System
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError, InvalidArgumentError
+from gammaray.types import MAX_GAMMA
 from orchestrator.text.tokenizer import Tokenizer
 
 _LOOKUP = 8
@@ -80,6 +81,7 @@ class Settings:
     head: str | None = None
     weights: str = "auto"
     ignore_eos: bool = True
+    gammas: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         load_tasks(self.categories, self.num_prompts)
@@ -87,6 +89,8 @@ class Settings:
         for name, value in (*least.items(), *(("streams", number) for number in self.streams)):
             if value < 1:
                 raise ValueError(f"{name}: too small")
+        if any(not 0 < gamma <= MAX_GAMMA for gamma in self.gammas):
+            raise ValueError(f"gammas: one is not in 1 to {MAX_GAMMA}")
         if self.weights not in ("auto", "int8"):
             raise ValueError("weights: neither auto nor int8")
         if unknown := [name for name in self.without if name not in SYSTEMS]:
@@ -220,11 +224,13 @@ class _Started:
         client: Of gammaray's cluster.
         peers: Systems of transformers, which completes one prompt per call: measured with one in flight only.
         llama: Those of llama.cpp.
+        gammas: Those of gammaray's that are fixed, besides 0.
     """
 
     client: AsyncClient
     peers: list[System]
     llama: list[System]
+    gammas: tuple[int, ...]
 
     def at(self, streams: int, without: Collection[str]) -> list[System]:
         """Return the systems to measure with that many completions in flight.
@@ -232,7 +238,8 @@ class _Started:
         The traces of the cluster's sessions are read with one only: the calls would delay other completions.
         """
         kind = TracedStack if streams == 1 else Stack
-        systems = [*(self.peers if streams == 1 else ()), *self.llama, kind(0, self.client)]
+        systems = [*(self.peers if streams == 1 else ()), *self.llama]
+        systems += [kind(gamma, self.client) for gamma in (0, *self.gammas)]
         systems += [kind("adaptive", self.client, options=how, name=name) for name, how in VARIANTS.items()]
         return [system for system in systems if system.name not in without]
 
@@ -259,7 +266,7 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
                 server = running_llama(settings.llama_server, settings.gguf, options, **sizes)
                 url = await stack.enter_async_context(server)
                 llama.append(await stack.enter_async_context(connected_llama(name, url)))
-    return _Started(client, peers, llama)
+    return _Started(client, peers, llama, settings.gammas)
 
 
 async def _measure(

@@ -49,6 +49,9 @@ class AdaptiveGamma:
         max_nodes: Upper bound of their nodes; up to 1 for chains only.
         max_match: Upper bound of the tokens of a match that are proposed.
         temperature: Of the request.
+
+    Attributes:
+        speed: Tokens per second that are expected of the last shape; 0 while no costs are known.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class AdaptiveGamma:
         self._was_plain, self._num_drafting, self._largest = True, 0, math.inf
         self._has_proposed, self._num_cycles = False, 0
         self._shape: Shape | None = None
-        self._renewed, self._expected, self._speed = 0, 0.0, 0.0
+        self._renewed, self._expected, self._speed, self.speed = 0, 0.0, 0.0, 0.0
         sizes = {
             depth: [_shape(depth, nodes) for nodes in TREE_NODES if depth < nodes <= max_nodes]
             for depth in TREE_DEPTHS
@@ -83,25 +86,34 @@ class AdaptiveGamma:
             self._matches = ()
             return _shape(candidates.num_forced, 0, DrafterKind.GRAMMAR, Reason.FORCED)
         shape = Shape(0, drafter=DrafterKind.SUFFIX)
-        if candidates.model is not None:
-            shape = replace(self._by_model(), drafter=candidates.model)
+        self.speed = 0.0
+        if candidates.models:
+            shape, self.speed = replace(self._by_model(), drafter=candidates.models[0]), self._speed
         if candidates.matches:
             by_match, speed = self._best_match(candidates.matches)
-            if shape.depth == 0 or speed > self._speed:
-                shape = by_match
+            if shape.depth == 0 or speed > self.speed:
+                shape, self.speed = by_match, speed
         return replace(shape, is_fallback=True) if candidates.is_fallback else shape
 
-    def observe(self, cycle: Cycle) -> None:
-        """Learn from a finished cycle; one whose drafter failed is evidence for none but the matches."""
+    @property
+    def is_new(self) -> bool:
+        """Whether no costs are known."""
+        return not self._costs.is_known
+
+    def observe(self, cycle: Cycle, *, by_other: bool = False) -> None:
+        """Learn from a finished cycle; one whose drafter failed is evidence for none but the matches.
+
+        `by_other`: another model proposed, so the cycle says nothing of this one.
+        """
         for match in self._matches:
             self._of_matches.observe(match, cycle.token_ids)
         if cycle.has_fallen_back:
             return
         self._num_cycles += 1
-        if cycle.shape.drafter.is_model:
+        if cycle.shape.drafter.is_model and not by_other:
             self._observe_model(cycle)
             return
-        self._costs.observe(cycle, was_plain=False)
+        self._costs.observe(cycle, was_plain=False, by_other=by_other)
         self._was_plain, self._num_drafting = True, 0  # the model has to catch up
 
     def _observe_model(self, cycle: Cycle) -> None:

@@ -157,14 +157,17 @@ class CostModel:
         """Return the tokens that the other sessions lose by a row of this one's."""
         return self.num_waiting * self.tokens_per_s * costs.others_row
 
-    def observe(self, cycle: Cycle, *, was_plain: bool, is_entry: bool = False) -> None:
+    def observe(
+        self, cycle: Cycle, *, was_plain: bool, is_entry: bool = False, by_other: bool = False
+    ) -> None:
         """Learn from a cycle of any session.
 
-        It `was_plain` if the session's previous cycle had no proposal of the draft model; `is_entry` if this
-        one has the session's first such proposal.
+        It `was_plain` if the session's previous cycle had no proposal of the model; `is_entry` if this one
+        has the session's first such proposal. If another model proposed, `by_other`, nothing is learnt, and
+        what is known of this one fades as in a plain cycle.
         """
         tested, accepted = cycle.first_children
-        is_drafted = cycle.gamma > 0 and cycle.shape.drafter.is_model
+        is_drafted = cycle.gamma > 0 and cycle.shape.drafter.is_model and not by_other
         if is_drafted and tested:
             self.acceptance.observe(tested, accepted)
         share = max(LEAST_WEIGHT, _share(cycle))
@@ -175,7 +178,7 @@ class CostModel:
         self._clock += share
         if self._clock >= self._renewed_at + HOLD:
             self.renew()
-        if cycle.is_first or is_entry or cycle.draft_failed or cycle.cost_s <= 0:
+        if by_other or cycle.is_first or is_entry or cycle.draft_failed or cycle.cost_s <= 0:
             return
         self._num_cycles += 1
         work = _work_of(cycle)

@@ -45,8 +45,8 @@ class FixedGamma:
             return replace(shape, depth=depth, max_nodes=0, drafter=DrafterKind.GRAMMAR)
         if any(match.kind is DrafterKind.PREDICTION for match in matches):
             return replace(shape, max_nodes=0, drafter=DrafterKind.PREDICTION)
-        if candidates.model is not None:
-            return replace(shape, drafter=candidates.model)
+        if candidates.models:
+            return replace(shape, drafter=candidates.models[0])
         longest = max(matches, key=lambda match: match.length, default=None)
         kind = DrafterKind.SUFFIX if longest is None else longest.kind
         return replace(shape, max_nodes=0, drafter=kind, is_fallback=candidates.is_fallback)

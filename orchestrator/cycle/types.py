@@ -114,7 +114,7 @@ class Match:
 class Candidates:
     """What could be proposed in a cycle."""
 
-    model: DrafterKind | None = None  # kind of the model that can propose; None if none can
+    models: Sequence[DrafterKind] = ()  # kinds of the models that can propose
     matches: Sequence[Match] = ()  # what look-ups found; at most one match of each
     num_forced: int = 0  # tokens that the grammar forces
     is_fallback: bool = False  # whether the request allows a model, and none is there

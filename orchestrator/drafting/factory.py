@@ -13,6 +13,7 @@ from gammaray.v1 import types_pb2 as pb
 from orchestrator.access.caller import TENANT_SHARE
 from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import CostModel
+from orchestrator.control.either import EitherModel
 from orchestrator.control.fixed import FixedGamma, Reason
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.corpus import Corpus
@@ -20,7 +21,7 @@ from orchestrator.drafting.grammar import GrammarDrafter
 from orchestrator.drafting.head import TargetHead
 from orchestrator.drafting.matches import TextDrafter
 from orchestrator.drafting.prediction import PredictionDrafter
-from orchestrator.drafting.session_drafter import DrafterChoice, ModelDrafter, SessionDrafter
+from orchestrator.drafting.session_drafter import Controller, DrafterChoice, ModelDrafter, SessionDrafter
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
@@ -50,7 +51,7 @@ class Drafting:
     ) -> None:
         self._settings, self._pool, self._vocab_size = settings, pool, vocab_size
         self._targets = targets
-        self.costs = CostModel()
+        self._costs = {kind: CostModel() for kind in DrafterKind if kind.is_model}
         # Proposals from past outputs are a shared cache: without prefix caching nothing is shared.
         max_tokens = MAX_CORPUS_TOKENS if settings.prefix_caching else 0
         self.corpus = Corpus(max_tokens, TENANT_SHARE, settings.session_ttl_s)
@@ -69,25 +70,31 @@ class Drafting:
         """
         settings, policy = self._settings, request.gamma
         session.takes_trees = self._takes_trees
-        remote = self._remote(request, spec)
-        if isinstance(remote, TargetHead):
+        models = self._models(request, spec)
+        if DrafterKind.HEAD in models:
             session.uses_head, session.has_head = True, self._has_head
         max_text = policy.fixed or policy.max_gamma or (MAX_TEXT_GAMMA if settings.max_gamma > 0 else 0)
         texts = self._texts(request, prediction) if max_text > 0 else []
         forced = GrammarDrafter(grammar) if grammar is not None and max_text > 0 else None
         fixed = 0 if request.drafter is DrafterKind.NONE else policy.fixed
-        drafter = SessionDrafter(remote, texts, max_text, forced, fixed)
+        drafter = SessionDrafter(models, texts, max_text, forced, fixed)
+        controller: Controller
         if fixed is None:
-            controller: AdaptiveGamma | FixedGamma = AdaptiveGamma(
-                policy.max_gamma or settings.max_gamma,
-                self.costs,
-                self._max_nodes(request),
-                max_match=max_text,
-                temperature=request.sampling.temperature,
-            )
+            adaptive = {
+                kind: AdaptiveGamma(
+                    policy.max_gamma or settings.max_gamma,
+                    self._costs[kind],
+                    self._max_nodes(request),
+                    max_match=max_text,
+                    temperature=request.sampling.temperature,
+                )
+                for kind in models or [DrafterKind.MODEL]
+            }
+            controller = EitherModel(adaptive) if len(adaptive) > 1 else next(iter(adaptive.values()))
         else:
             reason = Reason.NO_DRAFTER if request.drafter is DrafterKind.NONE else None
-            controller = FixedGamma(fixed, self.costs, policy.max_nodes if fixed else 0, reason)
+            costs = self._costs[next(iter(models), DrafterKind.MODEL)]
+            controller = FixedGamma(fixed, costs, policy.max_nodes if fixed else 0, reason)
         return drafter, DrafterChoice(session, drafter, controller)
 
     def check(self, request: GenerationRequest) -> None:
@@ -100,27 +107,32 @@ class Drafting:
             allowed = "another drafter: no target worker of this cluster has a head (head)"
             raise InvalidArgumentError("drafter", request.drafter.value, allowed)
 
-    def _remote(self, request: GenerationRequest, spec: pb.SessionSpec) -> ModelDrafter | None:
+    def _models(self, request: GenerationRequest, spec: pb.SessionSpec) -> dict[DrafterKind, ModelDrafter]:
+        found: dict[DrafterKind, ModelDrafter] = {}
         if request.drafter is DrafterKind.HEAD or (request.drafter.is_model and self._has_head):
-            return TargetHead()
-        if request.drafter is not DrafterKind.MODEL:
-            return None
-        return RemoteDrafter(
-            self._pool,
-            spec,
-            vocab_size=self._vocab_size,
-            timeout_s=PROPOSE_TIMEOUT_S,
-            prefill_timeout_s=VERIFY_TIMEOUT_S,
-        )
+            found[DrafterKind.HEAD] = TargetHead()
+        if request.drafter is DrafterKind.MODEL and (not found or self._pool.pick_any() is not None):
+            found[DrafterKind.MODEL] = RemoteDrafter(
+                self._pool,
+                spec,
+                vocab_size=self._vocab_size,
+                timeout_s=PROPOSE_TIMEOUT_S,
+                prefill_timeout_s=VERIFY_TIMEOUT_S,
+            )
+        return found
+
+    @property
+    def plain_cycle_s(self) -> float | None:
+        """Estimated seconds of a cycle at gamma 0; None while unknown."""
+        found = (costs.plain_cycle_s for costs in self._costs.values())
+        return next((seconds for seconds in found if seconds is not None), None)
 
     @property
     def kinds(self) -> list[DrafterKind]:
         """What can draft for a session now: models first, then look-ups."""
-        found = []
-        if self._has_head:
-            found = [DrafterKind.HEAD]
-        elif self._pool.pick_any() is not None:
-            found = [DrafterKind.MODEL]
+        found = [DrafterKind.HEAD] if self._has_head else []
+        if self._pool.pick_any() is not None:
+            found.append(DrafterKind.MODEL)
         return [*found, DrafterKind.SUFFIX, DrafterKind.PREDICTION, DrafterKind.GRAMMAR]
 
     @property

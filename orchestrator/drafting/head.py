@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gammaray.blocks import Shape
-from gammaray.types import DrafterKind
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import DraftHere
 from orchestrator.workers.drafter import Readiness
@@ -12,7 +11,6 @@ from orchestrator.workers.drafter import Readiness
 class TargetHead:
     """Drafts as `RemoteDrafter` does, by the head of the target worker, in the call that verifies."""
 
-    kind = DrafterKind.HEAD
     address = ""
 
     def prepare(self, session: Session) -> Readiness:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -11,6 +11,7 @@ from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import DrafterKind
 from orchestrator.control.adaptive import AdaptiveGamma
+from orchestrator.control.either import EitherModel
 from orchestrator.control.fixed import FixedGamma
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Candidates, Cycle, Draft, DraftHere, Match
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 ModelDrafter: TypeAlias = RemoteDrafter | TargetHead
 """Proposes for one session by a model in another process."""
 
+Controller: TypeAlias = AdaptiveGamma | EitherModel | FixedGamma
+
 
 class SessionDrafter:
     """Finds what could be proposed, and proposes by the drafter that a shape names.
@@ -33,7 +36,7 @@ class SessionDrafter:
     do so while no draft worker is usable, and return to it as soon as one is.
 
     Args:
-        remote: Proposes by a model; None if the request does not allow it.
+        models: Those that may propose, by kind; of a fixed gamma the first one that can does.
         texts: Text drafters, of equally long matches the first one's is preferred.
         max_gamma: Upper bound of the tokens of a match.
         fixed: The request's gamma; None if it is adaptive.
@@ -41,13 +44,13 @@ class SessionDrafter:
 
     def __init__(
         self,
-        remote: ModelDrafter | None,
+        models: Mapping[DrafterKind, ModelDrafter],
         texts: Sequence[TextDrafter],
         max_gamma: int,
         grammar: GrammarDrafter | None = None,
         fixed: int | None = None,
     ) -> None:
-        self._remote, self._texts, self._max_gamma = remote, texts, max_gamma
+        self._models, self._texts, self._max_gamma = models, texts, max_gamma
         self._grammar, self._fixed = grammar, fixed
         self._has_prediction = any(text.kind is DrafterKind.PREDICTION for text in texts)
         self._matches: list[Match] = []
@@ -57,13 +60,14 @@ class SessionDrafter:
         """Return what could be proposed now; what a fixed gamma would not use is left out."""
         if self._fixed == 0:
             return Candidates()
-        readiness = None if self._remote is None else self._remote.prepare(session)
-        model = self._remote.kind if self._remote is not None and readiness is Readiness.READY else None
+        found = {kind: model.prepare(session) for kind, model in self._models.items()}
+        models = [kind for kind, readiness in found.items() if readiness is Readiness.READY]
         if forced := self._num_forced(session):
             return Candidates(num_forced=forced)
-        is_alone = self._fixed is not None and model is not None and not self._has_prediction
+        is_alone = self._fixed is not None and bool(models) and not self._has_prediction
         matches = () if is_alone else self.matches(session)
-        return Candidates(model, matches, is_fallback=readiness is Readiness.ABSENT)
+        is_fallback = bool(found) and all(readiness is Readiness.ABSENT for readiness in found.values())
+        return Candidates(models, matches, is_fallback=is_fallback)
 
     def matches(self, session: Session) -> Sequence[Match]:
         """Return what the text drafters find after the committed tokens; at most one match of each."""
@@ -93,9 +97,9 @@ class SessionDrafter:
         The choice depends on past cycles, failures and committed tokens, never on the noise of a future
         token, so all verification methods stay exact.
         """
-        if self._remote is not None and shape.drafter.is_model:
+        if (model := self._models.get(shape.drafter)) is not None:
             try:
-                draft = await self._remote.propose(session, shape)
+                draft = await model.propose(session, shape)
                 if self._grammar is None or isinstance(draft, DraftHere):
                     return draft
                 return self._grammar.cut(session, draft)
@@ -108,23 +112,21 @@ class SessionDrafter:
 
     @property
     def address(self) -> str:
-        return "" if self._remote is None else self._remote.address
+        return next((model.address for model in self._models.values() if model.address), "")
 
     def prefer(self, session: Session, address: str) -> None:
-        if self._remote is not None:
-            self._remote.prefer(session, address)
+        for model in self._models.values():
+            model.prefer(session, address)
 
     def release(self, session: Session) -> None:
-        if self._remote is not None:
-            self._remote.release(session)
+        for model in self._models.values():
+            model.release(session)
 
 
 class DrafterChoice:
     """A GammaController: asks a session's drafters what they could propose, and its controller which."""
 
-    def __init__(
-        self, session: Session, drafter: SessionDrafter, controller: AdaptiveGamma | FixedGamma
-    ) -> None:
+    def __init__(self, session: Session, drafter: SessionDrafter, controller: Controller) -> None:
         self._session, self._drafter, self._controller = session, drafter, controller
 
     def next_shape(self) -> Shape:

@@ -11,7 +11,7 @@ from functools import partial
 
 from gammaray.blocks import Shape
 from gammaray.errors import DeadlineExceededError, GammarayError, UnavailableError
-from gammaray.types import DrafterKind, Proposal
+from gammaray.types import Proposal
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from gammaray.wire.blocks import proposal_from_proto, shape_to_proto
@@ -49,8 +49,6 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         prefill_timeout_s: Timeout of the prefill of a long prompt.
         vocab_size: Vocabulary size of the target; proposals with other tokens are refused.
     """
-
-    kind = DrafterKind.MODEL
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ def advancing(fleet, session, allowed=DrafterKind.MODEL, **options):
     remote, verifier = clients(fleet, session, **options)
     texts = [look_up() for look_up in TEXTS[allowed]]
     gamma = 0 if allowed is DrafterKind.NONE else 3
-    drafter = SessionDrafter(remote if allowed is DrafterKind.MODEL else None, texts, 3, fixed=gamma)
+    drafter = SessionDrafter({allowed: remote} if allowed is DrafterKind.MODEL else {}, texts, 3, fixed=gamma)
     choice = DrafterChoice(session, drafter, FixedGamma(gamma, CostModel()))
     return partial(run_cycle, session, drafter, verifier, choice)
 

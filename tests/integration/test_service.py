@@ -48,6 +48,7 @@ from tests.support.workers.service_helpers import (
     running,
     text_of,
     tokens_of,
+    worker_process,
 )
 
 pytestmark = pytest.mark.integration
@@ -362,6 +363,20 @@ async def test_blocks_for_likely_outcomes_reach_the_target_before_its_verdict(or
         takes.clear()
     (link,) = orchestrator.fleet.targets.links.values()
     assert not link.pending
+
+
+async def test_a_draft_worker_and_a_head_both_draft_in_one_session(redis_server, workers):
+    request = replace(REQUESTS[2], max_tokens=600)
+    with worker_process("target", "demo", "--head", "demo") as (_, target):
+        async with running(redis_server, target, workers[1], prefix_caching=False) as orchestrator:
+            assert orchestrator.drafters[:2] == [DrafterKind.HEAD, DrafterKind.MODEL]
+            plain = await complete(orchestrator, replace(request, gamma=GammaPolicy(0)))
+            drafted = await complete(orchestrator, replace(request, gamma=ADAPTIVE))
+            alone = await complete(orchestrator, replace(request, gamma=ADAPTIVE, drafter=DrafterKind.HEAD))
+    assert tokens_of(drafted) == tokens_of(plain) == tokens_of(alone)
+    assert drafted[-1].summary.head_cycles > 0
+    assert drafted[-1].summary.model_cycles > 0
+    assert alone[-1].summary.model_cycles == 0
 
 
 SHORT = GenerationRequest("x = ", max_tokens=12, ignore_eos=True, drafter=DrafterKind.NONE)

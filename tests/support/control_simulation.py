@@ -17,7 +17,7 @@ from orchestrator.cycle.types import Candidates, Cycle, Level
 
 UNIT_S = 4e-3
 
-MODEL_ONLY = Candidates(DrafterKind.MODEL)
+MODEL_ONLY = Candidates((DrafterKind.MODEL,))
 """What can be proposed in a simulation."""
 
 

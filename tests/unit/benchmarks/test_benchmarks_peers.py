@@ -117,6 +117,8 @@ def test_settings_are_recorded_without_paths_of_the_machine(tmp_path):
     assert recorded["max_tokens"] == 8
     with pytest.raises(ValueError, match="without: engine is none of gammaray-0, gammaray-adaptive"):
         Settings("demo", None, **given, without=("engine", "generate"))
+    with pytest.raises(ValueError, match="gammas: one is not in 1 to 64"):
+        Settings("demo", None, **given, gammas=(2, 65))
 
 
 EXPECTED = Made((5, 6, 7, 8))

@@ -33,15 +33,15 @@ class Finds:
         return replace(self.match, token_ids=self.match.token_ids[:depth])
 
 
-def worker(readiness):
+def models_of(readiness):
     """Return a draft worker that is in one state and proposes nothing."""
     propose = AsyncMock(side_effect=UnavailableError("it has gone"))
-    return SimpleNamespace(address="a:1", kind=MODEL, prepare=lambda session: readiness, propose=propose)
+    return {MODEL: SimpleNamespace(address="a:1", prepare=lambda session: readiness, propose=propose)}
 
 
 def choice_of(texts, readiness=Readiness.READY, allowed=MODEL, seed=1, costs=None, temperature=0.0):
     costs, session = costs or CostModel(random.Random(seed)), make_session()
-    drafter = SessionDrafter(worker(readiness) if allowed is MODEL else None, texts, TEXT_DEPTH)
+    drafter = SessionDrafter(models_of(readiness) if allowed is MODEL else {}, texts, TEXT_DEPTH)
     controller = AdaptiveGamma(8, costs, max_match=TEXT_DEPTH, temperature=temperature)
     return DrafterChoice(session, drafter, controller)
 
@@ -185,7 +185,7 @@ def test_without_draft_worker_and_match_nothing_is_proposed():
 
 def test_fixed_gamma_prefers_prediction_then_model_then_the_longest_match():
     def shape_of(texts, readiness):
-        session, drafter = make_session(), SessionDrafter(worker(readiness), texts, TEXT_DEPTH, fixed=3)
+        session, drafter = make_session(), SessionDrafter(models_of(readiness), texts, TEXT_DEPTH, fixed=3)
         return DrafterChoice(session, drafter, FixedGamma(3, CostModel(), 6)).next_shape()
 
     prediction = Finds(DrafterKind.PREDICTION, length=0)
@@ -198,18 +198,18 @@ def test_fixed_gamma_prefers_prediction_then_model_then_the_longest_match():
 
 async def test_failed_draft_worker_is_replaced_by_the_longest_match_of_the_same_cycle():
     session = make_session()
-    drafter = SessionDrafter(worker(Readiness.READY), [Finds(PREDICTION, 2), Finds(SUFFIX, 9)], TEXT_DEPTH)
+    drafter = SessionDrafter(models_of(Readiness.READY), [Finds(PREDICTION, 2), Finds(SUFFIX, 9)], TEXT_DEPTH)
     proposal = await drafter.propose(session, Shape(3))
     assert proposal == Proposal((0, 1, 2))
     assert (proposal.drafter, proposal.is_fallback) == (SUFFIX, True)
-    nothing = SessionDrafter(worker(Readiness.READY), [], TEXT_DEPTH)
+    nothing = SessionDrafter(models_of(Readiness.READY), [], TEXT_DEPTH)
     assert (await nothing.propose(session, Shape(3))) == Proposal()
 
 
 @pytest.mark.parametrize("kind", [PREDICTION, SUFFIX])
 async def test_proposal_is_that_of_the_named_drafter_within_the_depth(kind):
     session = make_session()
-    drafter = SessionDrafter(None, [Finds(PREDICTION, 2, 4), Finds(SUFFIX, 9, 6)], TEXT_DEPTH)
+    drafter = SessionDrafter({}, [Finds(PREDICTION, 2, 4), Finds(SUFFIX, 9, 6)], TEXT_DEPTH)
     proposal = await drafter.propose(session, Shape(2, drafter=kind))
     assert (proposal.token_ids, proposal.drafter, proposal.is_fallback) == ((0, 1), kind, False)
     assert await drafter.propose(session, Shape(2, drafter=DrafterKind.GRAMMAR)) == Proposal()
@@ -221,7 +221,7 @@ def test_head_drafts_once_the_target_has_read_the_prompt():
     session.has_head = True
     assert head.prepare(session) is Readiness.READING
     session.token_ids.append(1)
-    drafter = SessionDrafter(head, [Finds()], TEXT_DEPTH, fixed=3)
+    drafter = SessionDrafter({DrafterKind.HEAD: head}, [Finds()], TEXT_DEPTH, fixed=3)
     fixed = DrafterChoice(session, drafter, FixedGamma(3, CostModel()))
     assert (fixed.next_shape().depth, fixed.next_shape().drafter) == (3, DrafterKind.HEAD)
     session.has_head = False  # the session has moved to a worker without one

@@ -227,12 +227,11 @@ def test_target_without_a_draft_has_no_draft_workers_and_a_note(monkeypatch):
     assert "look-ups in the text" in note
 
 
-def test_head_replaces_draft_workers_and_must_exist(tmp_path):
+def test_head_drafts_alone_unless_a_draft_is_named_and_must_exist(tmp_path):
     settings = ClusterSettings(head="some/head")
     assert settings.draft_workers.maximum == 0
     assert drafting_notes(settings) == ["the head some/head drafts in the target workers"]
-    with pytest.raises(InvalidArgumentError, match="head: got some/head, allowed: none with draft workers"):
-        ClusterSettings(head="some/head", draft="demo", draft_workers="1")
+    assert ClusterSettings(head="some/head", draft="y").draft_workers == PoolSize(1)
     check_drafting_head("")
     check_drafting_head("a/name-on-the-hub")
     with pytest.raises(InvalidArgumentError, match=r"head: got .*absent"):
