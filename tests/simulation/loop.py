@@ -73,7 +73,6 @@ OUTSIDE.is_alive = False
 
 
 def current_process() -> Process:
-    """Return the process whose callback runs."""
     return _process.get()
 
 

@@ -81,8 +81,6 @@ def numbered(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def answer(*chunks: Chunk) -> GenerateBehaviour:
-    """Answer every request with these chunks."""
-
     async def behaviour(request: pb.GenerateRequest, attempt: int) -> AsyncIterator[Chunk]:
         for chunk in chunks:
             yield chunk
@@ -109,7 +107,6 @@ async def endless(request: pb.GenerateRequest, attempt: int) -> AsyncIterator[Ch
 
 
 async def silent(request: pb.GenerateRequest, attempt: int) -> AsyncIterator[Chunk]:
-    """Never answer."""
     await asyncio.sleep(3600)
     yield piece("too late")
 
