@@ -176,12 +176,7 @@ class Run:
 
 
 class Lone:
-    """A session that has the workers to itself.
-
-    Args:
-        rng: Where luck comes from.
-        cold_drafts: Proposals of a fresh drafter that take ten times as long.
-    """
+    """A session that has the workers to itself; its first `cold_drafts` proposals take ten times as long."""
 
     def __init__(self, rng: random.Random, cold_drafts: int = 0) -> None:
         self._rng, self._cold_drafts = rng, cold_drafts

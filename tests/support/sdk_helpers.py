@@ -112,14 +112,7 @@ async def silent(request: pb.GenerateRequest, attempt: int) -> AsyncIterator[Chu
 
 
 class ScriptedService(GenerationServiceServicer):
-    """Answers with a given function, and keeps its requests.
-
-    Attributes:
-        requests: Generate requests, in order of arrival.
-        metadata: Metadata of every call, in order of arrival.
-        arrived: Set when a Generate call has arrived.
-        cancelled: Set when a Generate call was cancelled while it ran.
-    """
+    """Answers with a function; keeps requests and metadata; tells what `arrived` and was `cancelled`."""
 
     def __init__(
         self,
