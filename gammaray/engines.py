@@ -30,8 +30,6 @@ _OWN: Values = {"tensor_parallel": (1,), "lora": ("",)}
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine serves."""
-
     name: str  # value of the setting `engine`
     where: str  # in words of the docs, like the next two
     models: str

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Program:
-    """One program."""
-
     package: str  # its Debian package
     names: tuple[str, ...]  # commands that provide it; one on the path is enough
     purpose: str  # what the tests do with it

@@ -55,8 +55,6 @@ class Token:
 
 @dataclass(frozen=True)
 class Choice:
-    """One completion."""
-
     text: str
     tokens: tuple[Token, ...]  # empty without log-probabilities
     finish_reason: str | None

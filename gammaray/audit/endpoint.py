@@ -107,8 +107,6 @@ class Bounds:
 
 @dataclass
 class Endpoint:
-    """One server."""
-
     url: str  # its base URL, with or without /v1
     model: str  # in requests; empty leaves the field out
     api_key: str  # key, or empty
@@ -185,7 +183,6 @@ class Endpoint:
 
     @property
     def path(self) -> str:
-        """Where completions are asked for."""
         return f"{self.url}{_CHATS if self.is_chat else _COMPLETIONS}"
 
     async def ask(self, prompt: str | Sequence[int], **fields: Any) -> Answer:

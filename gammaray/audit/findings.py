@@ -26,8 +26,6 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found."""
-
     status: Status
     summary: str  # one sentence for people
     evidence: Mapping[str, Any] = field(default_factory=dict)  # tokens, positions and numbers, JSON-ready

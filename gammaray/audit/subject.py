@@ -48,8 +48,6 @@ MODES = (WHOLE, STREAMED, Mode(n=3), Mode(is_streamed=True, n=2))
 
 @dataclass
 class Subject:
-    """What is audited."""
-
     server: Endpoint
     reference: Endpoint | None  # whose answers are right; of a gammaray server itself with gamma 0
     prompts: Sequence[str]

@@ -38,8 +38,6 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Worker:
-    """Activity of one worker."""
-
     role: str  # draft or target
     address: str  # host:port
     pid: int

@@ -22,8 +22,6 @@ _FILE = click.Path(path_type=Path)
 
 @dataclass(frozen=True)
 class Connection:
-    """Connection options of a command."""
-
     address: str  # host:port of the gRPC API, or URL of the HTTP API
     api_key: str | None
     timeout_s: float

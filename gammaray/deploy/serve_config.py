@@ -110,8 +110,6 @@ def log_with_serve() -> None:
 
 @dataclass(frozen=True)
 class ServeApplication:
-    """One application of a cluster."""
-
     role: str
     name: str  # in Serve
     deployment: str  # name of its one deployment

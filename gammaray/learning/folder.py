@@ -95,8 +95,6 @@ def stored_streams(records: Path) -> Iterator[Stream]:
 
 
 class Version(BaseModel):
-    """One version of a drafter."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     number: int  # from 1 on

@@ -33,8 +33,6 @@ ALL = tuple(Role)
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric."""
-
     name: str
     kind: Kind
     unit: str  # in UCUM, as in OpenTelemetry: s, By, or the counted thing in braces

@@ -14,8 +14,6 @@ from gammaray.wire.enums import DRAFTERS_BACK, ORIGINS_BACK
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """The calls of a worker in one cycle."""
-
     address: str  # host:port of the worker that answered last
     blocks: int  # blocks sent: above 1 if the worker lacked tokens, or was replaced by another
     refed_tokens: int  # tokens sent again because a worker lacked them
@@ -29,8 +27,6 @@ class WorkerCall:
 
 @dataclass(frozen=True)
 class CycleRecord:
-    """One cycle."""
-
     start_s: float  # as Unix time in seconds, by its orchestrator's clock
     total_s: float  # duration
     propose_s: float  # seconds spent waiting for the proposal

@@ -105,7 +105,6 @@ class GenerationServicer:
 
     @_rpc(pb.CancelResponse)
     async def cancel(self, asked: pb.CancelRequest, caller: Caller) -> pb.CancelResponse:
-        """End the current turn of a session."""
         info = await self._backend.sessions.cancel(asked.session_id, caller)
         return pb.CancelResponse(session=info_to_proto(info))
 

@@ -1,7 +1,4 @@
-"""Calls of clients about their sessions.
-
-Tenants are isolated in one place: a session name reaches the store only through `Caller.qualify`.
-"""
+"""Calls of clients about their sessions, whose names reach the store only through `Caller.qualify`."""
 
 from __future__ import annotations
 

@@ -81,8 +81,6 @@ return existed
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response as read from the store."""
-
     input: bytes  # JSON list of the items before the response's output, those of earlier responses included
     response: bytes  # JSON of the response object, without log-probabilities
 

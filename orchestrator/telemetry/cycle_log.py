@@ -35,8 +35,6 @@ _SLICE = 4
 
 @dataclass(slots=True)
 class _Entry:
-    """One finished cycle."""
-
     index: int  # number of the cycle, from 0
     cycle: Cycle
     base_position: int  # tokens committed before it

@@ -23,8 +23,6 @@ _OUTCOMES = sorted({*_GOOD, *(error.status.name.lower() for error in GammarayErr
 
 
 class OrchestratorMeter:
-    """The metrics of one orchestrator."""
-
     def __init__(self) -> None:
         self.meter = meter = Meter()
         self._num_drafts = self._num_drafted = 0

@@ -24,8 +24,6 @@ WorkerInfo = draft_pb.GetDraftInfoResponse | target_pb.GetTargetInfoResponse
 
 @dataclass(frozen=True)
 class WorkerProtocol(Generic[BlockT, ResultT]):
-    """One worker service."""
-
     role: str
     open_stream: Callable[[grpc.aio.Channel], Any]  # bidirectional; carries the frames
     get_info: Callable[[grpc.aio.Channel, float], Awaitable[WorkerInfo]]  # with a timeout in seconds

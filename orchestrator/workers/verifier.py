@@ -1,8 +1,4 @@
-"""Verifier of one session on one target worker at a time, with failover to another one.
-
-All tokens of a session come from one target model: a worker with other weights is refused. When a worker
-drops a session, the session's owner checks in the store that it still owns the session before it continues.
-"""
+"""Verifier of one session on one target worker at a time, with failover to another one of the same model."""
 
 from __future__ import annotations
 

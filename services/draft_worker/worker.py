@@ -29,8 +29,6 @@ DEFAULT_TIMEOUT_MS = 10_000
 
 
 class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
-    """Serves proposals."""
-
     def __init__(self, streams: Streams, model: Model) -> None:
         self._streams, self._model = streams, model
 
@@ -94,8 +92,6 @@ def _result(reply: Reply) -> pb.ProposeResult:
 
 
 class DraftWorker(Worker[DraftSettings]):
-    """Serves gammaray.v1.DraftService."""
-
     role: ClassVar[str] = "draft"
     service_name: ClassVar[str] = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 

@@ -27,8 +27,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Shape and variant of a head."""
-
     taps: tuple[int, ...]  # the hidden states that it reads, by the ids of `Engine.tap`
     target_hidden_size: int  # width of each state that it reads
     num_outputs: int  # rows of the output matrix; below the target's token ids for a reduced vocabulary

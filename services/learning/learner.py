@@ -18,8 +18,6 @@ T = TypeVar("T")
 
 
 class Learner(Generic[T]):
-    """Follows the sessions of one worker."""
-
     def __init__(self, versions: LoadedDrafters[T]) -> None:
         self.versions = versions
         self._sessions: dict[str, LearningSession[T]] = {}

@@ -69,8 +69,6 @@ class _LoadedVersions(Generic[T]):
 
 @dataclass
 class LearningSession(Generic[T]):
-    """A session that drafts here."""
-
     name: str | None  # its tenant's drafter; None: the drafter of the start
     number: int  # of the version that drafts for it
     version: T
@@ -146,7 +144,6 @@ class LoadedDrafters(Generic[T]):
             self._recorder.record(records, tenant, session, drafting.buffer, is_allowed)
 
     def forget(self, session_id: str) -> None:
-        """Delete what was recorded of a session."""
         for store in self._folder.stores_of(tenant_of(session_id)):
             self._recorder.forget(store.path / "records", session_id)
 

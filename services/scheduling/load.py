@@ -19,8 +19,6 @@ class LoadCounters:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The load over a period."""
-
     in_flight: float  # mean number of blocks waiting or running: their stays per second (Little's law)
     busy: float  # share of the time in steps that served blocks
     hit_rate: float  # share of the requested proposals that were prepared; 0 when none was requested

@@ -20,8 +20,6 @@ NO_FIRST_TOKENS = dict.fromkeys(product(ARMS, OUTCOMES), 0)
 
 @dataclass
 class AheadStats:
-    """Counters of draft-ahead."""
-
     lookups: int = 0  # requested proposals that follow another one of the session
     hits: int = 0  # those that were prepared, so that the request took no forward
     forwards: int = 0  # forwards spent on drafting ahead
@@ -62,7 +60,6 @@ class WorkerMeter:
         self._prefix_hits.value += num_cached
 
     def step(self, seconds: float, num_blocks: int) -> None:
-        """Count one step."""
         self.step_s.observe(seconds)
         self._blocks.observe(num_blocks)
 

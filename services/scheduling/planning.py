@@ -30,8 +30,6 @@ _MAX_CHANGE = 2.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one forward."""
-
     max_batch_tokens: int  # of all sessions together
     prefill_chunk: int  # committed tokens of one session
     max_scored_rows: int = 2**31  # committed tokens whose logits are returned, of all sessions together
@@ -46,8 +44,6 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Running(Work[TaskT]):
-    """A block being worked on."""
-
     tail: list[int]  # tokens after the committed ones: the proposal's nodes, or the tokens drafted so far
     num_logits: int  # how many of the last tokens need logits, all in one forward
     parents: Sequence[int] | None = None  # parents of the tail's nodes; None for a chain
@@ -97,7 +93,6 @@ class StepBudget:
         self.token_s = self._small_s = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Note a step."""
         if num_tokens <= self._least:
             last_s = self._small_s or seconds
             self._small_s = last_s + _RATE * (seconds - last_s)

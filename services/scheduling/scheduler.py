@@ -30,8 +30,6 @@ TaskT = TypeVar("TaskT", bound=Task)
 
 @dataclass(slots=True, eq=False)
 class Work(Generic[TaskT]):
-    """A block being worked on."""
-
     task: TaskT
     session: SessionCopy  # its session, with the committed tokens
     timing: Timing = field(default_factory=Timing, kw_only=True)  # what it has cost so far
@@ -138,7 +136,6 @@ class BlockQueue(Generic[TaskT, WorkT]):
         return len(self.running) + sum(map(len, tuple(self.waiting.values())))
 
     def load(self) -> LoadCounters:
-        """Return the load counters so far."""
         stats, ahead = self.stats(), self.meter.ahead
         cache_use = stats.cache_bytes / stats.cache_budget_bytes
         return LoadCounters(self._block_s, self.meter.step_s.total, ahead.lookups, ahead.hits, cache_use)
@@ -208,7 +205,6 @@ class BlockQueue(Generic[TaskT, WorkT]):
             work.timing.queue_us = max(0, waited_us)
 
     def answer(self, work: WorkT, outcome: object) -> None:
-        """End the work on a block."""
         del self.running[work.task.session_id]
         self._reply(work.task, outcome, work.timing)
 

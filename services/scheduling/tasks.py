@@ -85,7 +85,6 @@ class Task:
 
     @property
     def num_ids(self) -> int:
-        """Number of token ids in the task."""
         return len(self.context) + (0 if self.spec is None else self.spec.num_ids)
 
     def validate(self, vocab_size: int, max_context: int) -> None:
@@ -107,8 +106,6 @@ class Task:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VerifyTask(Task):
-    """A proposal to verify."""
-
     proposal: Proposal
     num_top_logprobs: int | None  # alternatives per emitted token; None: no log-probabilities
     num_prompt_logprobs: int | None = None  # the same for each token of the prompt
@@ -123,8 +120,6 @@ class VerifyTask(Task):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ProposeTask(Task):
-    """A proposal to draft."""
-
     shape: Shape  # bounds of the proposal; its depth is 1 or more
     wants_ahead: bool = False  # whether proposals prepared to follow this one are sent when they are complete
 

@@ -24,8 +24,6 @@ class _Policy:
 
 
 class TargetPolicy(_Policy):
-    """Policy of target workers."""
-
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         pool = _pool(context)
         demand.in_flight = pool.in_flight
@@ -33,8 +31,6 @@ class TargetPolicy(_Policy):
 
 
 class DraftPolicy(_Policy):
-    """Policy of draft workers."""
-
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         return wanted_drafters(_pool(context), demand.in_flight, self._settings), {}
 

@@ -60,7 +60,6 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def submit(self, tasks: Sequence[Task]) -> None:

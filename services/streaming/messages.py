@@ -25,8 +25,6 @@ _MAX_UINT32 = 2**32 - 1
 
 @dataclass(frozen=True)
 class Model:
-    """What a worker serves."""
-
     name: str
     vocab_size: int
     max_context: int

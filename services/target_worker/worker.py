@@ -148,8 +148,6 @@ def _result(reply: Reply) -> pb.VerifyResult:
 
 
 class TargetWorker(Worker[TargetSettings]):
-    """Serves gammaray.v1.TargetService."""
-
     role: ClassVar[str] = "target"
     service_name: ClassVar[str] = target_service_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 

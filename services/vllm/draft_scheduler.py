@@ -66,8 +66,6 @@ class _Drafting(RequestWork[ProposeTask]):
 
 @dataclass(slots=True)
 class _Ahead:
-    """A request that drafts ahead."""
-
     request_id: str  # its id in vLLM
     spec: SessionSpec  # the session's parameters
     limit: int  # number of tokens, prompt included, at which it has drafted enough
@@ -189,7 +187,6 @@ class VllmDraftScheduler:
                 self._evict(session_id)
 
     def _take(self, result: StepResult) -> None:
-        """Answer the blocks that a step completed."""
         for request_id, outcome in result.verdicts.items():
             work = self._steps.works.get(request_id)
             if work is None:

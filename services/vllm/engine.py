@@ -70,8 +70,6 @@ _SECOND_NO_PROPOSER = {"method": "ngram", "prompt_lookup_max": 1}
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is served."""
-
     model: str  # directory or hub name
     device: str = "auto"  # or "cpu", "cuda"
     dtype: str = "auto"  # or "float32", "bfloat16", "float16"
@@ -90,8 +88,6 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step computed."""
-
     verdicts: Verdicts  # outcome of each posted block that the step completed
     num_tokens: int  # tokens that it fed
     scheduled: Collection[str]  # the requests that ran
@@ -349,7 +345,6 @@ class VllmEngine:
         )
 
     def shutdown(self) -> None:
-        """End vLLM's engine, and its processes."""
         self.core.shutdown()
 
     def note_loss(self) -> None:

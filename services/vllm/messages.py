@@ -74,7 +74,6 @@ def no_masks(posted: dict[str, Any]) -> None:
 
 
 def first_tokens(proposal: Proposal, count: int) -> Proposal:
-    """Return the first `count` tokens of a chain."""
     if len(proposal) <= count:
         return proposal
     drafts = proposal.draft_distributions

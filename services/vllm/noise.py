@@ -49,15 +49,12 @@ class NoiseSource:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions whose noise is kept."""
         return len(self._noises)
 
     def forget(self, session_id: str) -> None:
-        """Drop what is kept of a session."""
         self._noises.pop(session_id, None)
 
     def of(self, session_id: str, spec: SessionSpec) -> Noise:
-        """Return the noise of one session."""
         params, noise = spec.params, self._noises.pop(session_id, None)
         if noise is None or (noise.seed, noise.sample_index) != (params.seed, params.sample_index):
             assert params.seed is not None

@@ -26,8 +26,6 @@ A step takes seconds at most, since compilation is over when the worker serves."
 
 @dataclass(slots=True, eq=False)
 class RequestWork(Work[TaskT], Generic[TaskT]):
-    """A block that vLLM computes."""
-
     request_id: str
 
     @property

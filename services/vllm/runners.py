@@ -22,8 +22,6 @@ from services.vllm.sampler import NO_TOKEN, BlockSampler, StepSampler, gather_lo
 
 
 class FirstRunner:
-    """A model runner of V1."""
-
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
@@ -42,7 +40,6 @@ class FirstRunner:
         self._runner.execute_model_state = None
 
     def tokens(self, request_id: str, length: int) -> list[int]:
-        """Return the first tokens of a request."""
         batch = self._runner.input_batch
         tokens: list[int] = batch.token_ids_cpu[batch.req_id_to_index[request_id], :length].tolist()
         return tokens
@@ -111,7 +108,6 @@ class SecondRunner:
             states.draft_tokens[rows] = torch.tensor(tokens, device=states.device)
 
     def tokens(self, request_id: str, length: int) -> list[int]:
-        """Return the first tokens of a request."""
         states = self._runner.req_states
         row = states.all_token_ids.gpu[states.req_id_to_index[request_id], :length]
         tokens: list[int] = row.tolist()

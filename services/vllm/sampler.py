@@ -108,12 +108,10 @@ class StepSampler(ABC):
 
     @property
     def num_requests(self) -> int:
-        """Requests of which something is kept."""
         return len(self._states)
 
     @property
     def num_sessions(self) -> int:
-        """Sessions whose noise is kept."""
         return self._noise.num_sessions
 
     def begin(self, step: Any) -> None:
@@ -140,11 +138,9 @@ class StepSampler(ABC):
         """
 
     def take_masks(self, masks: Masks | None) -> None:
-        """Take the masks of the step's grammars."""
         self._masks = masks or Masks()
 
     def take_verdicts(self) -> Verdicts:
-        """Return the outcomes of the step's requests."""
         verdicts, self._verdicts = self._verdicts, {}
         return verdicts
 

@@ -36,8 +36,6 @@ from services.vllm.request_steps import MAX_STEP_S, RequestSteps, RequestWork, s
 
 
 class _Request(NamedTuple):
-    """The request of a session."""
-
     request_id: str  # its id in vLLM
     spec: SessionSpec  # the session's parameters, which the sampler got with the request
     depth: int = 0  # tokens that vLLM's drafter proposes after its step
@@ -47,8 +45,6 @@ class _Request(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Verifying(RequestWork[VerifyTask]):
-    """A verification that vLLM computes."""
-
     depth: int = 0  # tokens that vLLM's drafter proposes after its step
     follows: PostedBlock | None = None  # posted once the request has read the prompt; None: posted already
     num_needed: int = 0  # KV blocks of the request when the block has been verified
@@ -237,7 +233,6 @@ class VllmScheduler:
         self.engine.num_evictions += 1
 
     def _take(self, result: StepResult) -> None:
-        """Answer the blocks that a step completed."""
         for request_id, (start, states) in result.states.items():
             if request_id in self._steps.works:
                 self._head.take(self._steps.works[request_id].session.session_id, start, states)

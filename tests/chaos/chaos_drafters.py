@@ -14,8 +14,6 @@ MISTAKE_EVERY = 24
 
 @dataclass(frozen=True)
 class Way:
-    """One way to draft."""
-
     name: str  # name in results
     drafters: tuple[str, ...]  # drafters of which each must have proposed in some cycle of a run
     options: Mapping[str, Any] = field(hash=False)  # options of each request

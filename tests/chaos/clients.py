@@ -24,8 +24,6 @@ LATE_S = 5.0
 
 @dataclass
 class History:
-    """One request."""
-
     client: str  # which client made it
     begun_at: float  # on the monotonic clock
     ended_at: float = 0.0  # when the client had its end
@@ -156,11 +154,7 @@ class Clients:
 
 
 async def hear_all(http: httpx.AsyncClient, body: dict[str, object], heard: Heard, path: str = PATH) -> int:
-    """Hear a stream to its end; return its connections: after each break it is resumed after its last event.
-
-    Raises:
-        AnswerError: It ended with an error that no retry mends.
-    """
+    """Hear a stream to its end, resumed after each break; return its connections, or raise AnswerError."""
     for connections in itertools.count(1):
         try:
             await heard.over_http(http, body, path)

@@ -166,12 +166,7 @@ class Heard:
 
 
 class AnswerError(Exception):
-    """A typed error over HTTP.
-
-    Attributes:
-        kind: Status, or type of the event.
-        may_pass: Whether another attempt may succeed.
-    """
+    """A typed error over HTTP, by its status or type of event; `may_pass`: another attempt may succeed."""
 
     def __init__(self, kind: str, details: str = "", *, may_pass: bool) -> None:
         super().__init__(f"{kind} {details}")

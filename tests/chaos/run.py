@@ -26,8 +26,6 @@ _RECORD = re.compile(r"^(?=[A-Z]+ \d{4}-)", re.MULTILINE)  # the start of a reco
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run."""
-
     seconds: float = 300.0  # after which no further trouble begins
     seed: int = 0  # of the order of troubles, and of the pauses between them
     streams: int = 14  # clients over gRPC
@@ -40,11 +38,7 @@ class Options:
 
 
 async def run(stage: Any, options: Options, troubles: Iterable[Trouble]) -> Measured:
-    """Have troubles befall a cluster under load until there are no more, or the time is up.
-
-    Args:
-        stage: What they befall; has `grpc`, `http` and `ways` like a `Stage`.
-    """
+    """Have troubles befall a stage under load until there are no more, or the time is up."""
     say, wanted = partial(print, flush=True), asks(options.streams, options.max_tokens)
     say(f"{options.streams} streams over gRPC, {options.over_http} over HTTP; first plain, undisturbed ...")
     expected = await reference(stage.grpc.partition(",")[0], wanted)

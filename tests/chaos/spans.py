@@ -32,8 +32,6 @@ class Result:
 
 @dataclass
 class Measured:
-    """Outcome of a run."""
-
     results: list[Result]
     violations: list[str]
     requests: int

@@ -35,8 +35,6 @@ _STARTING = ("initialize", "__init__")
 
 @dataclass(frozen=True)
 class Stage:
-    """What troubles befall."""
-
     cluster: Cluster  # the processes
     ways: tuple[Way, ...]  # to draft for its streams
     network: Network  # the links to the workers; also those below
@@ -69,16 +67,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Done:
-    """What a trouble did."""
-
     killed: tuple[str, ...] = ()  # roles of the processes that it killed
     more: str = ""  # to add to its name
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What befalls a stage."""
-
     name: str  # in the report
     seconds: float  # how long it lasts
     during: Callable[[Any], AbstractContextManager[Done | None]]  # context in which it lasts

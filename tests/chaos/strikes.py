@@ -23,8 +23,6 @@ PAUSE_S = LEASE_S + 2.0
 
 @dataclass(frozen=True)
 class Blow:
-    """What befalls one process."""
-
     role: str  # of the process
     kills: bool = True  # SIGKILL; else SIGSTOP, and SIGCONT at the end
     choice: float = 0.0  # in [0, 1): selects one of the processes of the role

@@ -47,11 +47,7 @@ class Versions:
     ways: tuple[Way, ...] = PAIR  # to draft for its streams
 
     def deploy(self, changes: dict[str, str]) -> None:
-        """Replace roles by another version; returns when all of it runs.
-
-        Raises:
-            AssertionError: A process is not of the version that it should be.
-        """
+        """Replace roles by another version, and check that all of it runs."""
         self.now |= changes
         trees = {role: self._trees[version] for role, version in self.now.items()}
         assert self._program.ask(json.dumps(trees), ANSWER_TIMEOUT_S) == "deployed", "its program ended"

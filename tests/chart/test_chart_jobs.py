@@ -108,7 +108,6 @@ def test_password_is_made_as_a_secret_of_the_release_once_and_a_refusal_fails_th
 
 
 def hub(files):
-    """Answer as a hub with one model."""
     commit, model = "0" * 40, "/api/models/team/small"
 
     def reply(path, body):

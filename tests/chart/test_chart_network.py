@@ -32,7 +32,6 @@ def may_leave(policies, source, goal, port):
 
 
 def is_allowed(policies, direction, selected, peer, port):
-    """Return whether the policies that select a pod allow traffic in a direction with a peer."""
     specs = [policy["spec"] for policy in policies if direction in policy["spec"]["policyTypes"]]
     selecting = [spec for spec in specs if selects(spec["podSelector"], selected.labels)]
     rules = [rule for spec in selecting for rule in spec.get(direction.lower()) or []]

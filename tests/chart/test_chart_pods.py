@@ -214,7 +214,6 @@ def fields(name):
 
 
 def assert_has(template, given, component):
-    """Check that a pod has the given fields, beside the chart's own."""
     spec, only = template["spec"], container(template)
     has_gpu = any("nvidia.com/" in name for name in only["resources"]["limits"])
     assert spec["tolerations"] == given["tolerations"] + [GPU_TAINT] * has_gpu, component

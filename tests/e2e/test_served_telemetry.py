@@ -39,8 +39,6 @@ def get_json(url: str, **params: str) -> Any:
 
 @dataclass
 class Prometheus:
-    """A running server."""
-
     url: str
 
     def query(self, query: str) -> list[dict[str, Any]]:

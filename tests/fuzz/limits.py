@@ -50,8 +50,6 @@ PATTERNS = ("a", "<[", "\\/", "(", '"', "{", "\\", " ", "\n", "é", "<tool_call>
 
 @dataclass(frozen=True)
 class Growing:
-    """A field that is grown."""
-
     name: str  # for reports
     path: str  # of the request
     make: Callable[..., dict[str, Any]]  # returns the part of the body that has the field, for a size
@@ -257,14 +255,7 @@ async def grow_fields(cluster: Cluster, campaign: Campaign) -> list[str]:
 
 
 class Grower:
-    """Sends requests and judges what they do to others.
-
-    Args:
-        http: Client of the server.
-        canary: Is read by another task.
-        memory: Is watched by another task.
-        campaign: Takes the findings.
-    """
+    """Sends requests and judges what they do to the canary and the memory, which other tasks read."""
 
     def __init__(self, http: httpx.AsyncClient, canary: Canary, memory: Memory, campaign: Campaign) -> None:
         self._http, self._canary, self._memory, self._campaign = http, canary, memory, campaign

@@ -26,8 +26,6 @@ _PROGRAM = (sys.executable, "-m", "gammaray")
 
 @dataclass
 class HostsCluster:
-    """The hosts of one cluster."""
-
     network: Network  # all hosts
     folder: Path
     heads: tuple[str, ...] = ("head1", "head2")  # hosts of the orchestrators from which clients stream

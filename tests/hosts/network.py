@@ -40,8 +40,6 @@ def _ip(*words: str) -> str:
 
 @dataclass
 class Host:
-    """One host."""
-
     name: str
     namespace: str
     address: str  # its address on the switch
@@ -91,7 +89,6 @@ class Host:
         self.signal(signal.SIGKILL)
 
     def signal(self, signum: int) -> None:
-        """Send a signal to every process of the host."""
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
@@ -127,7 +124,6 @@ class Network:
             _ip("netns", "del", network._switch)
 
     def add(self, name: str) -> Host:
-        """Return a new host, connected to the switch."""
         number, namespace = len(self.hosts) + 2, f"{self._prefix}-{name}"
         address, port = f"{SUBNET}.{number}", f"port{number}"
         _ip("netns", "add", namespace)

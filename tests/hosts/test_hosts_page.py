@@ -29,7 +29,6 @@ def lines_of(text):
 
 @pytest.fixture
 def hosts(tmp_path):
-    """The page's hosts, by its addresses."""
     with Network.made(tmp_path) as network:
         for name, _ in lines_of(PLAIN):
             if name not in network.hosts:

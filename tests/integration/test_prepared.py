@@ -137,12 +137,7 @@ GOOD = pb.Proposal(token_ids=[1, 2, 3])
 
 
 class Pusher(ScriptedWorker):
-    """Answers as a correct drafter does, and sends unrequested proposals in the same frame.
-
-    Attributes:
-        push: Returns the unrequested proposals for a block, its committed tokens and the outcome of its
-            verification.
-    """
+    """Answers as a correct drafter does, and sends what `push` returns for a block in the same frame."""
 
     push = staticmethod(lambda block, tokens, outcome: [])
 

@@ -25,8 +25,6 @@ from tests.simulation.schedule import run_schedule
 
 @dataclass
 class Report:
-    """What came of many schedules."""
-
     num_schedules: int = 0
     failures: dict[int, str] = field(default_factory=dict)  # what did not hold, by seed
     injected: Counter[str] = field(default_factory=Counter)  # number of faults by kind

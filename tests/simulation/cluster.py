@@ -80,12 +80,7 @@ def settings(max_requests: int) -> OrchestratorSettings:
 
 
 class Worker:
-    """A draft or target worker.
-
-    Attributes:
-        engine: Its engine.
-        streams: Its open streams.
-    """
+    """A draft or target worker, with its engine and its open streams."""
 
     def __init__(self, cluster: Cluster, name: str, address: str) -> None:
         self.process = cluster.loop.process(name)
@@ -133,11 +128,7 @@ class Api(generation.GenerationServiceServicer):
 
 
 class Replica:
-    """An orchestrator's replica; Serve starts it again when its start fails.
-
-    Attributes:
-        orchestrator: None until it has started.
-    """
+    """An orchestrator's replica; Serve starts it again when its start fails."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.process = cluster.loop.process(name)
@@ -218,12 +209,7 @@ class Cluster:
             yield
 
     def start(self, name: str, address: str = "") -> None:
-        """Start a process.
-
-        Args:
-            name: The process.
-            address: The worker's; empty: a new one.
-        """
+        """Start a process; a worker without an address gets a new one."""
         self._num_started += 1
         if name in ORCHESTRATORS:
             replica = self.replicas[name] = Replica(self, name)

@@ -46,8 +46,6 @@ MOMENTS = {"kill", "drain", "cut", "client leaves", "rival", "cancel", "delete",
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault."""
-
     step: int  # callback after the clients' start at which it begins
     kind: str  # a key of `FAULTS`
     where: tuple[str, ...] = ()  # names of processes, or what else the kind needs
@@ -59,7 +57,6 @@ class Fault:
 
 
 def draw_faults(rng: random.Random) -> list[Fault]:
-    """Return the faults of a schedule, in order."""
     return sorted((_draw(rng) for _ in range(rng.randint(1, MAX_FAULTS))), key=lambda fault: fault.step)
 
 

@@ -41,16 +41,7 @@ Callback = Callable[..., Any]
 
 
 class Process:
-    """A simulated process: the callbacks of its event loop.
-
-    Attributes:
-        name: Its name, the same for the process that replaces it.
-        is_alive: Whether it was not killed.
-        is_paused: Whether it is stopped, as by SIGSTOP; see `SimulatedLoop.pause`.
-        ready: Callbacks that may run.
-        tasks: Its tasks, also ended ones while something refers to them.
-        context: Context of its callbacks.
-    """
+    """A simulated process, with its callbacks that may run, its tasks, and the context of both."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -73,7 +64,6 @@ OUTSIDE.is_alive = False
 
 
 def current_process() -> Process:
-    """Return the process whose callback runs."""
     return _process.get()
 
 

@@ -136,11 +136,7 @@ MUTANTS: dict[str, tuple[str, Callable[[ast.AST], _Edit]]] = {
 
 
 def edited(name: str) -> ast.Module:
-    """Return the module of a mutant.
-
-    Raises:
-        ValueError: There is not exactly one place to edit.
-    """
+    """Return the module of a mutant; ValueError unless there is exactly one place to edit."""
     found, edit = MUTANTS[name]
     path, _, place = found.partition(":")
     module = ast.parse((ROOT / path).read_text())
@@ -169,12 +165,7 @@ def plant(name: str) -> None:
 
 
 def hunt(names: Sequence[str], limit: int) -> int:
-    """Print after how many seeds each mutant is found; return how many were missed.
-
-    Args:
-        names: The mutants; none: all.
-        limit: Seeds after which a mutant counts as missed.
-    """
+    """Print after how many seeds, at most `limit`, each mutant is found; return how many were missed."""
     num_missed = 0
     for name in names or MUTANTS:
         command = [sys.executable, "-m", "tests.simulation", "--plant", name, "--seeds", f"0:{limit}"]

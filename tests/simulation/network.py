@@ -29,12 +29,7 @@ Status = tuple[grpc.StatusCode, str, tuple[Any, ...]]
 
 
 class Server:
-    """The methods that a process serves at an address; takes the registrations of generated code.
-
-    Attributes:
-        connections: The open ones.
-        is_serving: Whether it accepts calls.
-    """
+    """The methods that a process serves at an address; takes the registrations of generated code."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -152,11 +147,7 @@ class Wire:
 
 
 class Connection:
-    """A connection of one client to one server.
-
-    Attributes:
-        is_open: Whether the client (0) and the server (1) use it.
-    """
+    """A connection; `is_open` says whether the client (0) and the server (1) use it."""
 
     def __init__(self, network: Network, client: Process, server: Server) -> None:
         self._network, self.client, self.server = network, client, server
@@ -239,11 +230,7 @@ class Channel:
             self._connection.close(0, "the channel was closed")
 
     async def connect(self, *, waits: bool) -> Connection:
-        """Return an open connection.
-
-        Raises:
-            ConnectionError: Nothing serves the address, or it does not answer.
-        """
+        """Return an open connection; ConnectionError if nothing serves the address, or it does not answer."""
         network, client = self.network, current_process()
         deadline = network.loop.now + CONNECT_TIMEOUT_S
         while True:
@@ -333,7 +320,6 @@ class ClientCall:
             self._wake()
 
     def end(self, status: Status) -> None:
-        """End the call with a status, unless it has ended."""
         if self._status is None:
             self._status = status
             if self._connection is not None and self in self._connection.client_calls:
@@ -360,11 +346,7 @@ class ClientCall:
         await asyncio.sleep(0)
 
     async def read(self) -> Any:
-        """Return the next message, or EOF at the end of a call that succeeded.
-
-        Raises:
-            grpc.aio.AioRpcError: The call failed.
-        """
+        """Return the next message, or EOF at the end of a call; AioRpcError if it failed."""
         while not self._inbox and self._status is None:
             self._waiter = self._loop.create_future()
             await self._waiter

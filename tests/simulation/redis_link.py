@@ -37,11 +37,7 @@ START_US = 1_800_000_000_000_000
 
 
 class RealRedis:
-    """A redis-server whose clock is `set_clock`'s.
-
-    Attributes:
-        admin: Client for the simulation's own looks, which cost no simulated time.
-    """
+    """A redis-server whose clock is `set_clock`'s; looks by `admin` cost no simulated time."""
 
     def __init__(self, path: str, connected: socket.socket, clock: mmap.mmap) -> None:
         self._socket, self._clock = connected, clock
@@ -51,7 +47,6 @@ class RealRedis:
         struct.pack_into("q", self._clock, 0, time_us)
 
     def run(self, commands: bytes, count: int) -> list[bytes]:
-        """Run `count` commands and return their replies."""
         self._socket.sendall(commands)
         replies: list[bytes] = []
         data, start = b"", 0
@@ -140,11 +135,7 @@ class RedisServer:
         self.real.set_clock(START_US + round((self._loop.now + self.clock_offset_s) * 1e6))
 
     async def connect(self, factory: Callable[[], Any], _: str) -> Any:
-        """Serve `SimulatedLoop.create_connection`.
-
-        Raises:
-            ConnectionRefusedError: The server is down.
-        """
+        """Serve `SimulatedLoop.create_connection`; ConnectionRefusedError while the server is down."""
         client = current_process()
         while True:
             await asyncio.sleep(self.network.delay_s())
@@ -160,7 +151,6 @@ class RedisServer:
         return connection, protocol
 
     def cut(self) -> None:
-        """Break all connections."""
         connections, self._connections = self._connections, []
         for connection in connections:
             connection.reset()

@@ -45,8 +45,6 @@ BREAKING = {
 
 @dataclass
 class Outcome:
-    """What came of a schedule."""
-
     failure: str = ""  # what did not hold; empty: everything held
     injected: Counter[str] = field(default_factory=Counter)  # number of faults by kind
     steps: int = 0
@@ -59,13 +57,7 @@ class Broken(AssertionError):
 
 
 def run_schedule(seed: int, real: RealRedis, faults: Sequence[Fault] | None = None) -> Outcome:
-    """Run the schedule of a seed.
-
-    Args:
-        seed: Draws everything, the faults included.
-        real: A Redis, which is emptied.
-        faults: Faults to inject instead of those drawn.
-    """
+    """Run the schedule of a seed on a Redis, which is emptied; `faults` replace those drawn."""
     outcome = Outcome()
     with simulated(seed) as loop:
         start_s = loop.now

@@ -17,8 +17,6 @@ GAMMAS = GammaPolicy(), GammaPolicy(fixed=0), GammaPolicy(fixed=3), GammaPolicy(
 
 @dataclass
 class Stream:
-    """One client's completion."""
-
     # The requests, one after another, with the tokens of plain decoding.
     turns: list[tuple[GenerationRequest, tuple[int, ...]]]
     turn: int = 0  # the turn that runs

@@ -40,11 +40,7 @@ def _row(tokens: tuple[int, ...]) -> int:
 
 
 class TinyRunner(Runner):
-    """Returns the row of a table that the tokens before select.
-
-    Args:
-        table: [NUM_ROWS, VOCAB_SIZE].
-    """
+    """Returns the row of a table [NUM_ROWS, VOCAB_SIZE] that the tokens before select."""
 
     def __init__(self, table: Tensor) -> None:
         self._table = table.numpy()  # whose rows are taken in half of torch's time

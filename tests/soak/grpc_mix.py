@@ -49,13 +49,11 @@ async def talk(client: AsyncClient, expected: Expected, rng: random.Random) -> N
 
 
 async def leave(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A client that disconnects after some pieces."""
     ask = draw(rng, expected, LENGTHS[2])
     await _begin(client, ask, uuid.uuid4().hex, rng.randrange(1, 6))
 
 
 async def resume(client: AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A client that disconnects and resumes."""
     ask, name = draw(rng, expected, LENGTHS[2]), uuid.uuid4().hex
     heard = await _begin(client, ask, name, rng.randrange(1, 6))
     check(expected, ask, await heard.take(client.resume(name, offset=len(heard.token_ids))))

@@ -11,7 +11,6 @@ from tests.soak.samples import LENGTHS, Expected, SampleError, chat
 
 
 async def complete(http: httpx.AsyncClient, expected: Expected, rng: random.Random) -> None:
-    """A sample as one response."""
     ask = draw(rng, expected)
     answer = await http.post(PATH, json=_body(ask, rng))
     if answer.status_code != 200:

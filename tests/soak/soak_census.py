@@ -24,8 +24,6 @@ QUIET_S = 1.0
 
 @dataclass(frozen=True)
 class Census:
-    """Resources at one time."""
-
     at_s: float
     rest_s: float
     figures: dict[tuple[str, str], float]
@@ -33,8 +31,6 @@ class Census:
 
 
 class Observer:
-    """Takes the census of a cluster."""
-
     def __init__(self, apis: Apis, launcher_pid: int, redis: Redis) -> None:
         self._apis, self._launcher_pid, self._redis = apis, launcher_pid, redis
 

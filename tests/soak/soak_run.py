@@ -50,8 +50,6 @@ AT_REST = ("sessions", "queued", "kv_mb", "running")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run."""
-
     seconds: float = 1800.0
     seed: int = 0
     clients: int = 6
@@ -60,8 +58,6 @@ class Options:
 
 @dataclass
 class Outcome:
-    """Outcome of a run."""
-
     campaign: Campaign
     censuses: list[Census] = field(default_factory=list)
     slowest_s: dict[str, float] = field(default_factory=dict)

@@ -58,8 +58,6 @@ is that none is left when that has passed."""
 
 @dataclass(frozen=True)
 class Trend:
-    """Trend of a figure."""
-
     before: float
     after: float
     allowed: float

@@ -14,11 +14,7 @@ WORDS = ("embed_tokens", "lm_head")
 def make_adapter(
     directory: Path, base: Path, seed: int, rank: int = RANK, *, has_words: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Save a random adapter of all projections; return what it adds to the base model's weights.
-
-    Args:
-        has_words: Whether it also changes the embedding and the output matrix.
-    """
+    """Save a random adapter, `has_words`: of embedding and output, too; return what it adds."""
     generator = torch.Generator().manual_seed(seed)
     tensors, added = {}, {}
     for name, weight in load_file(base / "model.safetensors").items():

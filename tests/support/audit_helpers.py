@@ -51,8 +51,6 @@ def repeated() -> Callable[[Body], bool]:
 
 @dataclass
 class Fault:
-    """A planted fault."""
-
     check: str  # the check that must find it
     request: Callable[[Body], None] = lambda body: None  # changes a request on its way to the server
     # Changes a whole answer; streams are made of whole answers, token by token.

@@ -68,13 +68,11 @@ class World:
         return tuple(self.alpha * self.falling**level for level in range(depth))
 
     def num_nodes(self, shape: Shape) -> int:
-        """Return the nodes of a proposal."""
         if shape.max_nodes <= shape.depth:
             return shape.depth
         return len(_tree(self.by_depth(shape.depth), self.rescue, shape.max_nodes))
 
     def tokens(self, shape: Shape) -> float:
-        """Return the expected tokens of a cycle."""
         if shape.depth == 0:
             return 1.0
         if shape.max_nodes <= shape.depth:
@@ -95,11 +93,9 @@ class World:
         return (shape.depth + off_path * self.per_draft_node) * self.draft * self.slow_draft
 
     def step_s(self, num_tokens: int) -> float:
-        """Return the mean of the target's step, in units."""
         return 1.0 + (num_tokens - 1) * self.per_token + max(0, num_tokens - 5) * self.further
 
     def cycle_s(self, shape: Shape) -> float:
-        """Return the mean of a cycle, in units."""
         wait = self.draft_s(shape) + 2 * self.network + self.step_s(1 + self.num_nodes(shape))
         return self.slow * (wait + self.other)
 
@@ -108,7 +104,6 @@ class World:
         return self.tokens(shape) / self.cycle_s(shape)
 
     def best(self, shapes: Iterable[Shape]) -> Shape:
-        """Return the oracle's choice."""
         return max(shapes, key=self.speed)
 
     def walk(self, shape: Shape, rng: random.Random) -> tuple[Level, ...]:
@@ -168,13 +163,7 @@ def candidates(max_gamma: int, max_nodes: int) -> list[Shape]:
 
 @dataclass
 class Run:
-    """What a stretch of cycles gave.
-
-    Args:
-        tokens: Expected tokens; expected, as the luck of single draws says nothing about a controller.
-        units: Expected time.
-        shapes: What was chosen.
-    """
+    """Expected tokens and time of a stretch of cycles, as luck says nothing; and the shapes chosen."""
 
     tokens: float = 0.0
     units: float = 0.0
@@ -187,12 +176,7 @@ class Run:
 
 
 class Lone:
-    """A session that has the workers to itself.
-
-    Args:
-        rng: Where luck comes from.
-        cold_drafts: Proposals of a fresh drafter that take ten times as long.
-    """
+    """A session that has the workers to itself; its first `cold_drafts` proposals take ten times as long."""
 
     def __init__(self, rng: random.Random, cold_drafts: int = 0) -> None:
         self._rng, self._cold_drafts = rng, cold_drafts

@@ -29,12 +29,7 @@ class LetterTokenizer:
 
 
 class ScriptedTarget:
-    """A target with given tokens at each position, which accepts matching proposals.
-
-    Args:
-        tokens: The completion of the prompt; its last token repeats.
-        refuse: Raises for proposals that it rejects.
-    """
+    """A target whose completion is `tokens`, the last one repeated; `refuse` raises for what it rejects."""
 
     def __init__(self, tokens: Sequence[int], refuse: Callable[[Proposal], None] = lambda _: None) -> None:
         self.tokens, self.refuse = tokens, refuse

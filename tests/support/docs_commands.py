@@ -48,8 +48,6 @@ WITHOUT_A_CLUSTER: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block."""
-
     page: str  # file, from the root of the repository
     commands: tuple[str, ...]  # its commands in order, comments at their ends left out
 

@@ -24,11 +24,7 @@ CAPACITY = 512
 
 
 class TableEngine:
-    """Logits that depend on a node's last two tokens and position; slots keep a mark of their whole path.
-
-    Attributes:
-        num_steps: Forwards so far.
-    """
+    """Logits that depend on a node's last two tokens and position; slots keep a mark of their whole path."""
 
     vocab_size, max_context, device = VOCAB, 400, torch.device("cpu")
     can_chain = False
@@ -172,12 +168,7 @@ class ParallelEngine(TableEngine):
 
 
 class Drafter:
-    """A scheduler and its sessions in one thread.
-
-    Args:
-        engine: The engine.
-        ahead_rows: 0 for no draft-ahead.
-    """
+    """A scheduler and its sessions in one thread; `ahead_rows` of 0 is no draft-ahead."""
 
     def __init__(self, engine: TableEngine, ahead_rows: int = 0, max_batch_tokens: int = 64) -> None:
         self.engine: Any = engine

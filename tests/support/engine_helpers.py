@@ -233,14 +233,7 @@ class CheckedEngine:
 def chained(
     ours: Engine, theirs: Engine, noise: torch.Tensor | None = None, first: Sequence[int] = (5,)
 ) -> list[int]:
-    """Draft a chain in one call and, on an engine of the same model, token by token: the bits are equal.
-
-    Args:
-        ours: Drafts in one call.
-        theirs: Drafts token by token.
-        noise: Of six forwards.
-        first: The tokens of the first forward.
-    """
+    """Draft a chain in one call and token by token, on engines of the same model: the bits are equal."""
     scale = 1.25  # one over the temperature
     for engine in (ours, theirs):
         engine.step([SequenceInput("a", 0, random_tokens(20, 1), 1)])

@@ -51,11 +51,7 @@ def _described(target: Path) -> dict[str, str]:
 
 
 def right_head(folder: Path, target: Path, num_outputs: int = 97) -> Path:
-    """Write a head that predicts a bigram target exactly, as if `gammaray train` had made it.
-
-    Args:
-        num_outputs: How many tokens it knows; less than all are given by its own output matrix.
-    """
+    """Write a head of so many tokens, as of `gammaray train`, that predicts a bigram target exactly."""
     bigram_head(folder, target)
     if num_outputs < 97:
         stored = json.loads((folder / "config.json").read_text())

@@ -17,8 +17,6 @@ WAKE_S = 0.001
 
 @dataclass
 class Watch:
-    """Measurements so far."""
-
     # CPU seconds of the loop's thread in its longest turn, or up to a millisecond more: the callbacks of one
     # turn run one after the other, and new events wait. CPU time, since other processes share the machine.
     longest_s: float = 0.0

@@ -35,7 +35,6 @@ def write_own(folder: Path, weights: dict[str, Tensor], **changes: Any) -> Path:
 
 
 def write_vllm(folder: Path, weights: dict[str, Tensor], **changes: Any) -> Path:
-    """Write heads in the format of vLLM."""
     folder.mkdir(parents=True, exist_ok=True)
     named = {}
     for key, tensor in weights.items():

@@ -14,12 +14,10 @@ from tests.support.surface_helpers import ScriptedBackend
 
 @cache
 def document() -> dict:
-    """Return the document of the API."""
     return document_of(create_app(ScriptedBackend()))
 
 
 def request_schema(path):
-    """Return the schema of the bodies that are posted to a path."""
     return document()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
 
 

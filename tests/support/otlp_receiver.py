@@ -16,8 +16,6 @@ KINDS = ("unspecified", "internal", "server", "client", "producer", "consumer")
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span as it came."""
-
     name: str
     kind: str
     trace_id: str
@@ -40,18 +38,13 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
     def Export(
         self, request: pb.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> pb.ExportTraceServiceResponse:
-        """Keep the spans of one request."""
         with self._changed:
             self.spans.extend(_spans(request))
             self._changed.notify_all()
         return pb.ExportTraceServiceResponse()
 
     def wait(self, condition: Callable[[list[ReceivedSpan]], bool], timeout_s: float) -> list[ReceivedSpan]:
-        """Return the spans as soon as they meet a condition.
-
-        Raises:
-            TimeoutError: They do not in time.
-        """
+        """Return the spans as soon as they meet a condition; TimeoutError if they do not in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: condition(self.spans), timeout_s):
                 raise TimeoutError(f"{len(self.spans)} spans came, not those that were waited for")

@@ -54,7 +54,6 @@ def listed(texts: Sequence[str], output: Sequence[int], tokens: Sequence[str]) -
 
 
 def ids_of(mask: bytes | None) -> list[int] | None:
-    """Return the tokens that a mask allows."""
     bits = np.unpackbits(np.frombuffer(mask or b"", np.uint8), bitorder="little")
     return None if mask is None else [int(token_id) for token_id in np.flatnonzero(bits)]
 
@@ -68,7 +67,6 @@ def small_compiler(
 
 
 def small_tokenizer(tokens: tuple[str, ...], eos_token_ids: tuple[int, ...]) -> str:
-    """Return the tokenizer of a vocabulary, as JSON."""
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(BPE(vocabulary, [tuple(token) for token in tokens if len(token) == 2]))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
@@ -112,7 +110,6 @@ def processed(
 
 
 def path_of(proposal: Proposal, row: int) -> list[int]:
-    """Return the tokens from the root to a row."""
     return list(paths_of((), proposal)[row])
 
 

@@ -16,12 +16,7 @@ Reply = tuple[int, Any] | tuple[int, Any, dict[str, str]]
 def scripted(
     reply: Callable[[str, dict[str, Any] | None], Reply], tls: ssl.SSLContext | None = None
 ) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """Serve, and yield the URL and the list of the requests' headers.
-
-    Args:
-        reply: Called with the path and, for POST, the body; from several threads.
-        tls: Serves HTTPS.
-    """
+    """Serve what `reply` makes of path and body, in threads; yield the URL and the list of headers."""
     headers: list[dict[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):

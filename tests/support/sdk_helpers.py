@@ -81,8 +81,6 @@ def numbered(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def answer(*chunks: Chunk) -> GenerateBehaviour:
-    """Answer every request with these chunks."""
-
     async def behaviour(request: pb.GenerateRequest, attempt: int) -> AsyncIterator[Chunk]:
         for chunk in chunks:
             yield chunk
@@ -109,20 +107,12 @@ async def endless(request: pb.GenerateRequest, attempt: int) -> AsyncIterator[Ch
 
 
 async def silent(request: pb.GenerateRequest, attempt: int) -> AsyncIterator[Chunk]:
-    """Never answer."""
     await asyncio.sleep(3600)
     yield piece("too late")
 
 
 class ScriptedService(GenerationServiceServicer):
-    """Answers with a given function, and keeps its requests.
-
-    Attributes:
-        requests: Generate requests, in order of arrival.
-        metadata: Metadata of every call, in order of arrival.
-        arrived: Set when a Generate call has arrived.
-        cancelled: Set when a Generate call was cancelled while it ran.
-    """
+    """Answers with a function; keeps requests and metadata; tells what `arrived` and was `cancelled`."""
 
     def __init__(
         self,

@@ -38,13 +38,7 @@ MESSAGES_ONLY = ChatFormat("messages only")
 
 
 class MemoryResponses:
-    """Keeps responses as `orchestrator.storage.response_store.ResponseStore` does, in memory.
-
-    Attributes:
-        kept: The responses by qualified name.
-        failure: Raised by every call, if not None.
-        is_full: Whether ends do not fit.
-    """
+    """Keeps responses by qualified name as `ResponseStore` does; may fail, or be full for ends."""
 
     def __init__(self) -> None:
         self.kept: dict[str, StoredResponse] = {}

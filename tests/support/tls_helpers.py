@@ -24,11 +24,7 @@ YEAR = timedelta(days=365)
 
 
 class Authority:
-    """A certificate authority, such as a cert-manager Issuer uses.
-
-    Attributes:
-        file: Its certificate, as PEM.
-    """
+    """A certificate authority, such as a cert-manager Issuer uses; `file` is its certificate."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder

@@ -144,11 +144,7 @@ def mtp_target(folder: Path) -> Path:
 
 
 def complete_dflash(folder: Path, taps: list[int] | None = None) -> Path:
-    """Write a DFlash head that `speculators` made, with an embedding and an output matrix.
-
-    Args:
-        taps: Other layers, at most as many.
-    """
+    """Write a DFlash head that `speculators` made, with an embedding and an output matrix, on these taps."""
     shared = load_file(DATA / "dflash" / "shared.safetensors")
 
     def config(stored: dict[str, Any]) -> dict[str, Any]:

@@ -48,11 +48,7 @@ FOREIGN = ("eagle", "medusa", "dflash", "mtp")
 
 @dataclass
 class Pair:
-    """vLLM and the CPU engine, with the same target and drafter.
-
-    Args:
-        own: Without a drafter for `FOREIGN` kinds.
-    """
+    """vLLM and the CPU engine, the latter without a drafter of `FOREIGN` kinds, with the same target."""
 
     kind: str
     vllm: Any

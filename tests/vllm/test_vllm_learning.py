@@ -64,11 +64,7 @@ def on_vllm(target: Path, head: Path, folder: Path, **changes: Any) -> closing[A
 
 
 def serve(scheduler: Any, first: int, lengths: Sequence[int]) -> list[dict[int, tuple[int, ...]]]:
-    """Serve sessions with blocks of the head, of gamma 0, and with proposals from elsewhere.
-
-    Returns:
-        The head's proposals of each session by position.
-    """
+    """Serve blocks of the head, of gamma 0 and of others; return the head's proposals by position."""
     found = []
     for seed, length in enumerate(lengths, start=first):
         params = SamplingParams(temperature=1.0, seed=seed)

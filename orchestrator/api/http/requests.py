@@ -42,8 +42,6 @@ LOGPROB_BYTES = 96
 
 @dataclass(frozen=True)
 class ChoicePlan:
-    """One choice to generate."""
-
     index: int  # position among the choices of the response
     prompt_index: int
     request: GenerationRequest

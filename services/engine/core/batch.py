@@ -52,7 +52,6 @@ class Segment:
 
     @property
     def slot(self) -> int:
-        """First new slot."""
         return self.start + self.num_kept
 
 

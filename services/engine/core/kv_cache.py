@@ -44,8 +44,6 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters of a store."""
-
     num_sessions: int  # sessions with a cache
     cache_bytes: int  # bytes allocated for them
     cache_budget_bytes: int  # upper bound of these and `retained_bytes` together

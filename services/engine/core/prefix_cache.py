@@ -77,7 +77,6 @@ class PrefixCache:
             self.drop_oldest()
 
     def forget(self, session_id: str) -> None:
-        """Drop the caches that a session left."""
         for number, retained in list(self._caches.items()):
             if retained.session_id == session_id:
                 self.pop(number)

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A matrix in integers."""
-
     values: Tensor  # int8 [outputs, inputs]
     scales: Tensor  # float32 [outputs, 1]
 

@@ -43,8 +43,6 @@ _threads = 1
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of this process."""
-
     library: ctypes.CDLL | None  # its functions; None without a kernel
     variant: str = ""  # the instruction set that it was compiled for; empty without a kernel
     reason: str = ""  # why there is no kernel; empty otherwise

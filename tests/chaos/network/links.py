@@ -103,7 +103,6 @@ class Link:
                     self._reset(client)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection."""
         source = writer.get_extra_info("peername")[0]
         try:
             answers, server = await asyncio.open_connection("127.0.0.1", self.target, limit=BUFFER_BYTES)
@@ -204,11 +203,7 @@ def _abort(writer: asyncio.StreamWriter) -> None:
 
 
 class Network:
-    """The links of a cluster, in a thread of their own; a context manager.
-
-    Attributes:
-        workers: Links to workers, by role and port of the worker.
-    """
+    """The links of a cluster, in a thread of their own; `workers` has those to workers by role and port."""
 
     def __init__(self) -> None:
         self.workers: dict[str, dict[int, Link]] = {"target": {}, "draft": {}}

@@ -45,7 +45,6 @@ BLOCK_SIZE = 5
 
 
 def main() -> None:
-    """Write the heads of all variants."""
     _write_dflash(HERE / "dflash", 20)
     for number, (variant, (layer, flags)) in enumerate(VARIANTS.items()):
         _write(HERE / variant, number, layer(**LAYER, attn_implementation="eager"), flags)

@@ -39,11 +39,7 @@ class InvalidManifestError(Exception):
 
 
 def check(manifest: dict[str, Any]) -> None:
-    """Check one manifest.
-
-    Raises:
-        InvalidManifestError: Says where and why.
-    """
+    """Check one manifest; InvalidManifestError says where it is wrong, and why."""
     version, kind = manifest.get("apiVersion"), manifest.get("kind")
     if not version or not kind:
         raise InvalidManifestError(f"no manifest: {sorted(manifest)}")

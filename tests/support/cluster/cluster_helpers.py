@@ -43,8 +43,6 @@ READY = re.compile(r"ready http=(http://127\.0\.0\.1:\d+) grpc=(127\.0\.0\.1:\d+
 
 @dataclass
 class Cluster:
-    """A running cluster."""
-
     http: str  # base URL of the HTTP API, without /v1
     grpc: str  # host:port of the gRPC API
     launcher: subprocess.Popen[str]  # the process that started it
@@ -181,7 +179,6 @@ def asked(process: ProcessStatus) -> ProcessStatus:
 
 
 def info_of(worker: ProcessStatus) -> Any:
-    """Return what a worker says of itself."""
     with grpc.insecure_channel(worker.address) as channel:
         if worker.role == "draft":
             draft = draft_service_pb2_grpc.DraftServiceStub(channel)
@@ -206,15 +203,7 @@ def eventually(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> b
 
 
 def undisturbed(ask: Callable[[], T], is_disturbed: Callable[[T], object]) -> T:
-    """Return the first response whose cycles used the drafter that a test needs.
-
-    A draft worker that is late is paused for a while, and on a busy machine it may be late at any time. The
-    response shows this; such a response is discarded.
-
-    Args:
-        ask: Returns a response.
-        is_disturbed: Whether too many cycles of a response used a fallback.
-    """
+    """Return the first response that is not disturbed by a draft worker that is late: it is paused then."""
     deadline = time.monotonic() + DRAFT_PATIENCE_S
     while is_disturbed(answer := ask()):
         assert time.monotonic() < deadline, f"the drafter was late for {DRAFT_PATIENCE_S:g} s"

@@ -24,12 +24,7 @@ T = TypeVar("T")
 
 
 def patiently(start: Callable[[], T], cluster_id: str) -> T:
-    """Return what `start` does, tried again as by the launcher: Ray gives up after 30 s, be it only late.
-
-    Args:
-        start: Starts Ray.
-        cluster_id: The mark of its processes; those of a start that failed are ended.
-    """
+    """Return what `start` does, tried again as by the launcher: Ray gives up after 30 s, be it only late."""
     for _ in range(NUM_TRIES - 1):
         try:
             return start()

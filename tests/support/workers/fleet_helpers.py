@@ -13,8 +13,6 @@ from tests.support.workers.scripted_workers import PROMPT, VOCAB, ScriptedWorker
 
 
 class ListRegistry:
-    """A registry with given contents."""
-
     def __init__(self) -> None:
         self.known: dict[str, set[str]] = {"target": set(), "draft": set()}
         self.error: Exception | None = None

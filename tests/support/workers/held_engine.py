@@ -10,14 +10,7 @@ from tests.support.workers.workers_helpers import ANSWER_TIMEOUT_S, Link, propos
 
 
 class HeldEngine:
-    """The engine of a worker in this process, which blocks after a forward until it is released.
-
-    Args:
-        worker: The worker; its status calls block, too.
-
-    Attributes:
-        forwards: The sessions of each forward.
-    """
+    """Blocks after a forward until it is released; notes the sessions of each forward."""
 
     def __init__(self, worker: Any) -> None:
         self._engine = worker.engine.scheduler.engine

@@ -213,14 +213,7 @@ def _is_free(port: int) -> bool:
 
 @contextmanager
 def configured_redis(*lines: str, mode: str = "", password: str = "", port: int = 0) -> Iterator[int]:
-    """Run a server of an own configuration; yields its port.
-
-    Args:
-        lines: Of the configuration.
-        mode: Empty, or "--sentinel".
-        password: That the lines set.
-        port: To listen on; 0: a free one.
-    """
+    """Run a server with these lines of configuration, which set the password; yields its port."""
     with TemporaryDirectory() as folder:
         # A node of a Redis Cluster listens on the port 10,000 above its own, too.
         port = port or next(port for port in free_ports("127.0.0.1", 64) if _is_free(port + 10_000))

@@ -27,12 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=1)
 
 
 class Link:
-    """One stream to a worker; answers are matched by request id.
-
-    Args:
-        address: host:port of the worker.
-        role: "target" or "draft".
-    """
+    """One stream to a worker of a role; answers are matched by request id."""
 
     def __init__(self, address: str, role: str) -> None:
         self.is_target = role == "target"
@@ -101,15 +96,7 @@ class Link:
 
 @dataclass
 class Driver:
-    """Decodes one session the way an orchestrator does: propose, verify, commit.
-
-    Args:
-        target: Link to a target worker.
-        draft: Link to a draft worker; None decodes with gamma 0.
-        params: Sampling parameters, with a seed.
-        max_nodes: Above `gamma` for trees.
-        accepted: Accepted tokens so far.
-    """
+    """Decodes one session the way an orchestrator does; trees if `max_nodes` is above `gamma`."""
 
     target: Link
     draft: Link | None

@@ -83,7 +83,6 @@ def path_of_a_token():
 
 
 def files_of(sentence):
-    """Return the files that a sentence links."""
     return set(re.findall(r"\]\(\.\./([\w/.]+)\)", sentence))
 
 

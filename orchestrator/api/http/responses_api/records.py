@@ -1,7 +1,4 @@
-"""Stored responses: reading, continuing, listing of their input, and deletion.
-
-Tenants are isolated here: the name of a response reaches the store only through `Caller.qualify`.
-"""
+"""Stored responses, whose names reach the store only through `Caller.qualify`."""
 
 from __future__ import annotations
 

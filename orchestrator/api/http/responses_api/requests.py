@@ -29,8 +29,6 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class ResponsePlan:
-    """One response to generate."""
-
     response: types.ResponseObject  # the response before its output
     items: list[types.InputListItem]  # the items before the output, those of earlier responses included
     choice: ChoicePlan

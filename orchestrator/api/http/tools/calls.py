@@ -54,8 +54,6 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model calls tools."""
-
     mode: ChoiceMode  # "none": it does not; "auto": as it likes; "required": it does
     name: str = ""  # with "required": the only tool that it may call; empty for all
 

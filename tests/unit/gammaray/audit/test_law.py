@@ -44,7 +44,6 @@ def draw(rng, log_probs, power=1.0):
 
 
 def bfloat16(value):
-    """Round to the nearest bfloat16."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     return struct.unpack("<f", struct.pack("<I", (bits + 0x8000) & 0xFFFF0000))[0]
 

@@ -54,7 +54,6 @@ def service():
 
 @pytest.fixture
 def run(service):
-    """Run a command against the service."""
     with serve_in_thread(service) as address:
         yield lambda *arguments, **more: invoke(*arguments, "-a", address, **more)
 

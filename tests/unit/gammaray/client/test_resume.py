@@ -113,25 +113,18 @@ ENDS = {
     "gone from the start": (refuse(GONE), GONE, MOST),
     "no final status": (answer(), errors.InternalError("finish reason"), MOST),
     "internal later": (breaking(*[(2, BUG)] * 1000), BUG, MOST),
+    "later, not stored": (breaking((2, FINAL[0])), FINAL[0], 1, {"store": False}),
+    "later, without retries": (breaking((2, GONE)), GONE, 1, {"retry": NO_RETRY}),
 }
 
 
-@pytest.mark.parametrize(("behaviour", "error", "num_requests"), ENDS.values(), ids=ENDS)
-async def test_retries_end_with_the_error(behaviour, error, num_requests):
+@pytest.mark.parametrize("case", ENDS.values(), ids=ENDS)
+async def test_retries_end_with_the_error(case):
+    behaviour, error, num_requests, *options = case
     service = ScriptedService(behaviour)
     with pytest.raises(type(error), match=str(error)):
-        await complete(service)
+        await complete(service, **(options[0] if options else {}))
     assert len(service.requests) == num_requests
-
-
-@pytest.mark.parametrize(
-    ("error", "options"), [(FINAL[0], {"store": False}), (GONE, {"retry": NO_RETRY})], ids=str
-)
-async def test_broken_completion_ends_with_the_error_of_its_request(error, options):
-    service = ScriptedService(breaking((2, error)))
-    with pytest.raises(type(error), match=str(error)):
-        await complete(service, **options)
-    assert len(service.requests) == 1
 
 
 async def test_resume_gives_up_without_progress():

@@ -35,7 +35,6 @@ def compiler() -> GrammarCompiler:
 
 @cache
 def pieces() -> list[bytes]:
-    """Return the bytes of each token."""
     signs = [byte for byte in range(256) if chr(byte) in ByteLevel.alphabet()]
     others = [byte for byte in range(256) if byte not in signs]
     bytes_of = {chr(byte): byte for byte in signs} | {chr(256 + at): byte for at, byte in enumerate(others)}

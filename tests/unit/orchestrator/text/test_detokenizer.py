@@ -171,7 +171,6 @@ PATTERNS = (
 
 @pytest.fixture
 def original():
-    """The tokenizer of `transformers`."""
     return AutoTokenizer.from_pretrained(resolve_model("demo"))
 
 

@@ -76,7 +76,6 @@ def test_ahead_trees_are_those_that_are_drafted_on_demand(engine, name, shapes):
 
 
 def prepared_after(ahead: Drafter, gamma: int, **fields: Any) -> list[Prepared]:
-    """Return all that is prepared to follow a proposal."""
     task = ahead.task(PROMPT, gamma, **fields)
     task.wants_ahead = True
     ahead.scheduler.submit([task])

@@ -34,11 +34,7 @@ def test_idle_priority_is_not_used_if_it_cannot_be_reverted():
 
 
 def preempted(work, stop: c_int32) -> list[int]:
-    """Run `work` in a thread; once that has idle priority, end it as a waiting request does.
-
-    Returns:
-        The scheduling policies that the thread had meanwhile, and the last one.
-    """
+    """Run `work` in a thread, preempt it; return the scheduling policies meanwhile, and the last one."""
     seen: list[int] = []
     thread_ids: list[int] = []
 

@@ -31,7 +31,6 @@ def states(start, end):
 
 
 def filled(start, end):
-    """Return a buffer of such states."""
     buffer = Buffer()
     buffer.take(start, states(start, end))
     return buffer

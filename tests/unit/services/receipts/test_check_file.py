@@ -15,7 +15,6 @@ from tests.support.scripted_http import scripted
 
 @pytest.fixture
 def keys(tmp_path):
-    """A file with a key."""
     path = tmp_path / "receipts.json"
     rotate(path)
     return path

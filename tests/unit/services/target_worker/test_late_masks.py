@@ -56,12 +56,7 @@ class TestCpuEngine(LateMasks):
 
 
 def served(scheduler, cycles, *, is_late):
-    """Return the verdicts on blocks of a session with a grammar, and the tokens of its cache.
-
-    Args:
-        cycles: Shape of the head's proposal and another drafter's proposal.
-        is_late: Whether the masks of each block come late.
-    """
+    """Return the verdicts on cycles of a session with a grammar, and the tokens of its cache."""
     gate, found = threading.Event(), []
     run = Run(scheduler, PROMPT, SamplingParams(seed=1, grammar=GRAMMAR), eos_token_ids=EOS)
     grammar = masked(scheduler, gate)[1]

@@ -21,7 +21,6 @@ from tests.support.tls_front_helpers import http_front
 
 @pytest.fixture
 def serve():
-    """Serve a backend over HTTP; return its URL."""
     with ExitStack() as started:
         yield lambda backend: f"http://{started.enter_context(http_front(backend=backend))}"
 

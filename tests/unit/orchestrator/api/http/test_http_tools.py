@@ -19,8 +19,6 @@ NOW_TOOL = BODY_TOOLS[1]
 
 
 class Backend(ScriptedBackend):
-    """With the tokens of its pieces."""
-
     max_context = 10_000
 
     def token_bytes(self, token_id):
