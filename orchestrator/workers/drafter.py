@@ -46,7 +46,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
 
     Args:
         timeout_s: Upper bound of a proposal's timeout, which adapts to recent answer times.
-        prefill_timeout_s: Timeout of the prefill of a long prompt.
+        prefill_timeout_s: Of the prefill of a long prompt, without the seconds for its tokens.
         vocab_size: Vocabulary size of the target; proposals with other tokens are refused.
     """
 
@@ -177,7 +177,8 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             return
         start = time.monotonic()
         try:
-            await self._ask(session, link, self._prefill_timeout_s, partial(_block, asked))
+            timeout_s = self._prefill_timeout_s + self._reading_s(session)
+            await self._ask(session, link, timeout_s, partial(_block, asked))
         except GammarayError as error:
             self._note_failure(session, link, error, time.monotonic() - start)
         else:

@@ -27,6 +27,11 @@ MAX_FEEDS = 4
 MAX_MESSAGE = 500
 """Characters of a worker's error message that are forwarded: they are sent in headers, which are bounded."""
 
+PREFILL_TOKEN_S = 0.2
+"""What each token that a worker has to read adds to a timeout: a model of 1.5B reads 25 tokens/s on a core.
+
+Pings and a worker's own watch find lost and stuck workers earlier."""
+
 _FAILURES = frozenset(code.value[0] for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
 
 
@@ -58,6 +63,10 @@ class WorkerSession(Generic[BlockT, ResultT]):
     def address(self) -> str:
         """host:port of the worker in use, "" for none."""
         return self._link.address if self._link is not None else ""
+
+    def _reading_s(self, session: Session) -> float:
+        """Return the seconds that the worker may take to read the tokens that it lacks."""
+        return (session.num_committed - self._num_known) * PREFILL_TOKEN_S
 
     def _keys(self, session: Session) -> list[int]:
         """Return the prefix keys of its text for `WorkerPool.pick`; none if it shares no caches."""

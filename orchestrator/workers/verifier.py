@@ -38,10 +38,8 @@ from orchestrator.workers.session_client import WorkerSession, failure_of
 TRIES = 5
 """Attempts per cycle that may be answered with CANCELLED before the session fails."""
 
-VERIFY_TIMEOUT_S, PREFILL_TOKEN_S = 60.0, 0.02
-"""Seconds until a verification times out, and what each token that its worker has to read adds.
-
-Prompts are read at 50 tokens/s or faster. Pings and a worker's own watch find lost and stuck ones earlier."""
+VERIFY_TIMEOUT_S = 60.0
+"""Seconds until a verification times out, without those for the tokens that its worker has to read."""
 
 RETRY_PAUSE_S = 0.05
 """Seconds before further attempts when target workers fail at once; the first other one is tried without."""
@@ -216,9 +214,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
                 if early is not None:
                     result, sent = early
                 else:
-                    timeout_s = self._timeout_s + (session.num_committed - self._num_known) * PREFILL_TOKEN_S
                     block = partial(self._block, session, link, sent)
-                    result = await self._ask(session, link, timeout_s, block)
+                    result = await self._ask(session, link, self._timeout_s + self._reading_s(session), block)
             except (UnavailableError, DeadlineExceededError) as error:
                 session.left_s(0)  # raises past the caller's deadline: failover would not help
                 self._leave(session, link, error, time.monotonic() - start)

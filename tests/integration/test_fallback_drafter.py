@@ -56,6 +56,19 @@ async def test_fallback_is_lossless_for_every_requested_drafter(top):
         assert not any(cycle.is_fallback for cycle in cycles)
 
 
+async def test_each_token_of_a_prompt_adds_to_the_time_that_workers_have_to_read_it():
+    async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
+        target.delay_s = draft.delay_s = 0.5
+        session = make_session(prompt=PROMPT * 40, max_tokens=60)
+        advance = advancing(fleet, session, verify_timeout_s=0.1, prefill_timeout_s=0.1)
+        await advance()
+        await asyncio.sleep(1.0)  # the draft worker answers after half of it
+        target.delay_s = draft.delay_s = 0.0
+        cycles = await run(session, advance)
+        assert session.token_ids[-60:] == continuation(PROMPT * 40, 60)
+        assert {cycle.drafter for cycle in cycles} == {DrafterKind.MODEL}
+
+
 async def test_fallback_applies_in_the_cycle_that_loses_its_drafter_and_recovers():
     async with scripted("target", "draft") as (target, draft), fleet_of(target, draft) as fleet:
         session = make_session(max_tokens=100_000)
