@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.otlp_receiver import ReceivedSpan, receiving
 from docs.make_telemetry import ATTRIBUTES, SPANS
 from gammaray.errors import NotFoundError, UnavailableError
 from gammaray.telemetry import names as t
@@ -20,7 +21,6 @@ from gammaray.wire.cycles import cycles_from_proto
 from orchestrator.access.caller import ANONYMOUS, Caller
 from services.demo_pair import TARGET_DIR
 from tests.support.head_helpers import bigram_head
-from tests.support.otlp_receiver import ReceivedSpan, receiving
 from tests.support.workers.redis_helpers import running_redis
 from tests.support.workers.scripted_workers import until_so
 from tests.support.workers.service_helpers import PROMPTS, complete, running, tokens_of, worker_process
