@@ -119,6 +119,10 @@ ATTRIBUTES = (
         *(t.DRAFT_AHEAD_HIT, "boolean", ""),
         "Whether the proposal was prepared ahead and needed no forward.",
     ),
+    Attribute(
+        *(t.AHEAD_STOPPED, "boolean", ""),
+        "Whether the session's next block, or its end, came before all likely proposals were complete.",
+    ),
     Attribute(t.DRAFTED, "int", "{token}", "Nodes of the proposal."),
     Attribute(
         *(t.TESTED, "int", "{token}"),
@@ -131,6 +135,10 @@ ATTRIBUTES = (
         "The target's own token: correction or bonus; absent if the completion ended before it.",
     ),
     Attribute(t.WORKER_ADDRESS, "string", "", "host:port of the last worker that responded."),
+    Attribute(
+        *(t.EARLY, "boolean", ""),
+        "Whether the block was sent before the verdict that it follows; those in vain have no span.",
+    ),
     Attribute(
         *(t.BLOCKS, "int", "{block}"),
         "Blocks sent: above 1 if the worker requested missing tokens or the session changed its worker; 0 if "
@@ -150,7 +158,7 @@ ATTRIBUTES = (
         *(t.HEAD_MS, "double", "ms"),
         "Drafting by the worker's head for the blocks of the batch, before it; only where a head drafts.",
     ),
-    Attribute(t.STEPS, "int", "{step}", "Engine steps that served the block."),
+    Attribute(t.STEPS, "int", "{step}", "Engine steps that served the block; of draft-ahead: forwards."),
     Attribute(t.BATCH_SIZE, "int", "{session}", "Sessions in the largest batch that served the block."),
     Attribute(t.BATCH_TOKENS, "int", "{token}", "Tokens fed in these steps, over the whole batch."),
     Attribute(
@@ -249,6 +257,12 @@ SPANS = (
         (t.ERROR_TYPE,),
     ),
     Span(
+        *(t.SPAN_AHEAD, "internal", "draft", t.SPAN_PROPOSE),
+        "Drafting ahead after a proposal, at most until the session's next block: from the first forward to "
+        "the end of the last one. Other sessions may share its forwards, or have some between them.",
+        (t.SESSION_ID, t.EPOCH, t.BASE_POSITION, t.STEPS, t.AHEAD_STOPPED),
+    ),
+    Span(
         *(t.SPAN_VERIFY, "client", "orchestrator", t.SPAN_CYCLE),
         "Waiting for the verdict, re-feeds and other targets included.",
         _CALL,
@@ -256,9 +270,10 @@ SPANS = (
     ),
     Span(
         *(t.SPAN_VERIFY, "server", "target", t.SPAN_VERIFY),
-        "One block, from its arrival at the target worker to its result.",
+        "One block, from its arrival at the target worker to its result; of one sent early, from the "
+        "verdict before it, which may be before its parent begins.",
         _BLOCK,
-        (t.TESTED, t.ACCEPTED, t.NEXT_ORIGIN, t.NEEDS_FROM, t.HEAD_MS, t.MASK_MS, t.ERROR_TYPE),
+        (t.EARLY, t.TESTED, t.ACCEPTED, t.NEXT_ORIGIN, t.NEEDS_FROM, t.HEAD_MS, t.MASK_MS, t.ERROR_TYPE),
     ),
     Span(
         *(t.SPAN_COMMIT, "internal", "orchestrator", t.SPAN_GENERATE),

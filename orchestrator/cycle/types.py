@@ -34,13 +34,17 @@ Draft = Proposal | DraftHere
 class Call:
     """The blocks sent to one worker in one cycle, and its answers.
 
-    Without `parent`, the `traceparent` of the blocks, the session is not sampled, and no clock is read.
+    Without `parent`, the `traceparent` of the blocks, the session is not sampled, and no clock is read;
+    `following` is that of the next cycle's, for blocks that are sent early.
     """
 
-    __slots__ = ("_parent", "address", "began", "blocks", "ended", "error", "is_notice", "results")
+    __slots__ = (
+        *("_parent", "address", "began", "blocks", "ended", "error"),
+        *("following", "is_notice", "results"),
+    )
 
-    def __init__(self, parent: str | None = None) -> None:
-        self._parent = parent
+    def __init__(self, parent: str | None = None, following: str = "") -> None:
+        self._parent, self.following = parent, following
         self.address = self.error = ""  # of the worker that was called last; class name of the last failure
         self.blocks: list[Any] = []
         self.results: list[Any] = []

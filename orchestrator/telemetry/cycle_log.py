@@ -66,9 +66,9 @@ class CycleLog:
         """Return the record of this cycle's call to a worker."""
         call = self._calls.get(role)
         if call is None:
-            trace = self._trace
-            parent = None if trace is None else trace.parent_of(role, self._num_cycles)
-            call = self._calls[role] = Call(parent)
+            trace, index = self._trace, self._num_cycles
+            parents = () if trace is None else (trace.parent_of(role, i) for i in (index, index + 1))
+            call = self._calls[role] = Call(*parents)
         call.address, call.error = address, ""
         return call
 

@@ -261,6 +261,8 @@ class RemoteVerifier(WorkerSession[target_pb.VerifyBlock, target_pb.VerifyResult
             for outcome, proposal in self._early.wanted(session):
                 block = _block(session, proposal, num_ahead=0)
                 block.timeout_ms = round(self._timeout_s * 1e3)
+                if session.calls is not None and (parent := session.calls(link.role, link.address).following):
+                    block.trace.traceparent = parent
                 self._early.send(session, link, outcome, proposal, block)
 
     def _take_prepared(self, session: Session, outcome: Sequence[int], proposal: Proposal) -> None:

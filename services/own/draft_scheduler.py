@@ -93,7 +93,7 @@ class DraftScheduler:
         )
         self.batcher = Batcher(engine, limits, self.queue)
         max_rows = ahead_rows if translation is None else 0
-        self.lookahead = Lookahead(engine, max_rows, self.queue.stop, self.queue.meter.ahead)
+        self.lookahead = Lookahead(engine, max_rows, self.queue)
         self.queue.on_stop = self.lookahead.preempt
         self._model = DraftModel(engine, top_k=draft_top_k, bits=weight_bits, translation=translation)
         self.speculations: dict[str, Speculation] = {}

@@ -7,16 +7,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from ctypes import c_int32
+from typing import Any
 
 from services.engine.core.batch import SequenceInput
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
-from services.scheduling.metrics import AheadStats
-from services.scheduling.tasks import Prepared, ProposeTask
+from services.scheduling.scheduler import BlockQueue
+from services.scheduling.tasks import AheadWork, Prepared, ProposeTask, Reply
 from services.speculation.outcomes import AHEAD_ROWS, MAX_LEVELS, SESSION_ROWS, OutcomeSet
 from services.speculation.proposals import RUN
 from services.speculation.session import Speculation
@@ -91,15 +91,15 @@ class Lookahead:
 
     Args:
         max_rows: Upper bound of tokens in one forward; 0: nothing is prepared.
-        stop: Set while a request waits for the engine.
-        stats: Counts what is prepared.
+        queue: Of the blocks; its `stop` is set while one waits for the engine. It takes the AheadWork.
 
     Attributes:
         num_beyond: How many tokens after a proposal a parallel draft predicts, too.
     """
 
-    def __init__(self, engine: Engine, max_rows: int, stop: c_int32, stats: AheadStats) -> None:
-        self._engine, self._max_rows, self._stop, self._stats = engine, max_rows, stop, stats
+    def __init__(self, engine: Engine, max_rows: int, queue: BlockQueue[ProposeTask, Any]) -> None:
+        self._engine, self._max_rows, self._queue = engine, max_rows, queue
+        self._stop, self._stats = queue.stop, queue.meter.ahead
         self.num_beyond = int(max_rows > 0)
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
         # On shared cores draft-ahead would otherwise delay the event loops that deliver the verdicts.
@@ -123,9 +123,12 @@ class Lookahead:
                 self._stats.lookups += 1
                 self._stats.hits += is_hit
 
-    def drop(self, session_id: str) -> None:
-        """Stop preparing proposals for a session."""
-        self._pending.pop(session_id, None)
+    def drop(self, session_id: str, *, is_stopped: bool = True) -> None:
+        """Prepare nothing more for a session; `is_stopped`: something may be left."""
+        _, task = self._pending.pop(session_id, (None, None))
+        if task is not None and task.ahead is not None:
+            task.ahead.is_stopped = is_stopped
+            self._queue.replies.append((task, Reply(task.request_id, session_id, task.ahead)))
 
     def preempt(self) -> None:
         """Raise the priority of the current forward, as a request waits and has set `stop`. Thread-safe."""
@@ -140,8 +143,10 @@ class Lookahead:
         if not chosen:
             return self._whole(pending, 0.0)
         self._thread_id = threading.get_native_id() if self._is_idle else None
+        began = time.monotonic()
         try:
-            self._stats.forwards += self._run(chosen, run_length) if run_length > 1 else self._feed(chosen)
+            count = self._run(chosen, run_length) if run_length > 1 else self._feed(chosen)
+            self._note(chosen, began, count)
         except CacheFullError:
             self._pending.clear()
         except Exception as error:
@@ -153,6 +158,15 @@ class Lookahead:
         finally:
             self._thread_id = None
         return self._whole(pending, MIN_SENT)
+
+    def _note(self, chosen: Iterable[Speculation], began: float, count: int) -> None:
+        """Count forwards, also on the tasks of sampled sessions."""
+        self._stats.forwards += count
+        for speculation in chosen:
+            _, task = self._pending[speculation.session.session_id]
+            if task.traceparent:
+                task.ahead = work = task.ahead or AheadWork(began)
+                work.num_forwards, work.ended = work.num_forwards + count, time.monotonic()
 
     def _whole(self, pending: list[tuple[Speculation, ProposeTask]], least: float) -> list[Prepared]:
         """Complete proposals not yet returned, if a session's are at least `least` likely together."""
@@ -171,7 +185,7 @@ class Lookahead:
             if wanted:
                 candidates += [(weight, speculation, node, length) for weight, node, length in wanted]
             else:
-                del self._pending[session_id]
+                self.drop(session_id, is_stopped=False)
         candidates.sort(key=lambda candidate: candidate[0], reverse=True)
         if candidates and len(self._pending) == 1:
             _, speculation, node, length = candidates[0]

@@ -100,7 +100,7 @@ class BlockQueue(Generic[TaskT, WorkT]):
     Attributes:
         waiting: Blocks that are not admitted, by session.
         running: Admitted blocks by session, oldest first.
-        replies: The answers of this step.
+        replies: The answers of this step, and work to be traced.
         stop: Not 0 while blocks are about to be submitted: draft-ahead ends with its current forward.
         on_stop: Called when `stop` is set, by the thread that sets it.
     """

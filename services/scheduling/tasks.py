@@ -118,10 +118,21 @@ class VerifyTask(Task):
         return self.num_prompt_logprobs is not None
 
 
+@dataclass(slots=True)
+class AheadWork:
+    """Draft-ahead after a block of a sampled session: its first and last `time.monotonic()`, its forwards."""
+
+    began: float
+    ended: float = 0.0
+    num_forwards: int = 0
+    is_stopped: bool = False  # whether more would have followed
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class ProposeTask(Task):
     shape: Shape  # bounds of the proposal; its depth is 1 or more
     wants_ahead: bool = False  # whether proposals prepared to follow this one are sent when they are complete
+    ahead: AheadWork | None = None  # what was drafted ahead; None: nothing, or the session is not sampled
 
     def validate(self, vocab_size: int, max_context: int) -> None:
         # A base position beyond the draft's context is no error: the proposal is then empty.
@@ -188,7 +199,7 @@ class Timing:
 class Reply:
     """The answer to one block; types of `outcome` other than the two named here are specific to the worker.
 
-    An outcome of None is not sent.
+    An outcome of None is not sent; AheadWork is for the trace alone.
     """
 
     request_id: int

@@ -16,10 +16,10 @@ from typing import Any
 from opentelemetry.trace import Tracer
 
 from gammaray.errors import GammarayError, InternalError, ResourceExhaustedError, UnavailableError
-from services.scheduling.tasks import Release, Reply, Task
+from services.scheduling.tasks import AheadWork, Release, Reply, Task
 from services.streaming.engine_thread import EngineThread
 from services.streaming.submission import Submission
-from services.streaming.tracing import record_answer
+from services.streaming.tracing import record_ahead, record_answer
 
 MAX_IN_FLIGHT = 4096
 """Blocks of one stream that wait or run; more are refused, so that a client cannot exhaust the memory."""
@@ -198,6 +198,10 @@ class BlockStream:
         self._ready.set()
 
     def _deliver(self, task: Task, reply: Reply) -> None:
+        if isinstance(reply.outcome, AheadWork):
+            if self._streams.tracer is not None:
+                record_ahead(self._streams.tracer, task, reply.outcome)
+            return
         if reply.outcome is not None:
             self._outbox.append(reply)
         self._ready.set()

@@ -13,7 +13,7 @@ from gammaray.blocks import Verdict
 from gammaray.errors import GammarayError
 from gammaray.telemetry import names as t
 from gammaray.types import Proposal
-from services.scheduling.tasks import NeedTokens, ProposeTask, Reply, Task, VerifyTask
+from services.scheduling.tasks import AheadWork, NeedTokens, ProposeTask, Reply, Task, VerifyTask
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f][13579bdf]")
@@ -25,7 +25,9 @@ def sampled_parent(traceparent: str) -> str:
 
 
 def record_answer(tracer: Tracer, task: Task, reply: Reply) -> None:
-    """Record the span of a block of a sampled session that was answered now."""
+    """Record the span of a block of a sampled session that was answered now; early ones in vain have none."""
+    if task.is_conditional and not isinstance(reply.outcome, Verdict):
+        return
     end_ns, took_s = time.time_ns(), time.monotonic() - task.arrived
     span = tracer.start_span(
         t.SPAN_PROPOSE if isinstance(task, ProposeTask) else t.SPAN_VERIFY,
@@ -38,6 +40,24 @@ def record_answer(tracer: Tracer, task: Task, reply: Reply) -> None:
         span.set_attribute(t.ERROR_TYPE, type(reply.outcome).__name__)
         span.set_status(Status(StatusCode.ERROR))
     span.end(end_ns)
+
+
+def record_ahead(tracer: Tracer, task: Task, work: AheadWork) -> None:
+    """Record the span of what was drafted ahead after a block of a sampled session."""
+    zero_ns = time.time_ns() - time.monotonic_ns()
+    span = tracer.start_span(
+        t.SPAN_AHEAD,
+        context=_PROPAGATOR.extract({"traceparent": task.traceparent}, Context()),
+        attributes={
+            t.SESSION_ID: task.session_id,
+            t.EPOCH: task.epoch,
+            t.BASE_POSITION: task.base_position,
+            t.STEPS: work.num_forwards,
+            t.AHEAD_STOPPED: work.is_stopped,
+        },
+        start_time=zero_ns + round(work.began * 1e9),
+    )
+    span.end(zero_ns + round(work.ended * 1e9))
 
 
 def _attributes(task: Task, reply: Reply) -> dict[str, str | bool | int | float]:
@@ -61,7 +81,7 @@ def _attributes(task: Task, reply: Reply) -> dict[str, str | bool | int | float]
     if isinstance(outcome, NeedTokens):
         values[t.NEEDS_FROM] = outcome.position
     elif isinstance(task, VerifyTask):
-        values[t.DRAFTED] = len(task.proposal)
+        values[t.DRAFTED], values[t.EARLY] = len(task.proposal), task.is_conditional
     if isinstance(outcome, Verdict):
         values[t.NEXT_ORIGIN] = outcome.next_origin.value
         values[t.TESTED] = outcome.num_tested

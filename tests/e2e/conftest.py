@@ -7,8 +7,8 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from benchmarks.otlp_receiver import receiving
 from tests.support.cluster.cluster_helpers import running_cluster
-from tests.support.otlp_receiver import receiving
 
 OWN_CLUSTERS = ("test_distributions", "test_lifecycle", "test_trust", "test_served_drafters", "test_smoke")
 """Files whose tests have clusters of their own, those that take longest first."""

@@ -7,12 +7,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.otlp_receiver import receiving
 from gammaray.errors import InvalidArgumentError
 from gammaray.telemetry.meter import Meter
 from gammaray.telemetry.otel import Telemetry, exports_traces
 from gammaray.telemetry.prometheus import MetricsExport
 from orchestrator.launcher.preflight import free_ports
-from tests.support.otlp_receiver import receiving
 from tests.support.own_process import run_code
 
 

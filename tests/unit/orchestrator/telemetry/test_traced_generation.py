@@ -55,7 +55,8 @@ async def generation(caller, error=None):
             log.observe(cycle())
             log.stored()
             if error is not None:
-                log.call("target", "h:2").sent(VerifyBlock())
+                log.call("target", "h:2").sent(second := VerifyBlock())
+                assert second.trace.traceparent == call.following != block.trace.traceparent
             log.finish(error)
             await background.settled()
             if error is not None:
