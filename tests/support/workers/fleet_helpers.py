@@ -36,7 +36,9 @@ async def fleet_of(*workers: ScriptedWorker, registry=None, sha: str = ""):
         await fleet.close()
 
 
-def clients(fleet, session, *, propose_timeout_s=30.0, verify_timeout_s=30.0, wait_s=30.0, prefill_timeout_s=30.0):
+def clients(
+    fleet, session, *, propose_timeout_s=30.0, verify_timeout_s=30.0, wait_s=30.0, prefill_timeout_s=30.0
+):
     spec = session_spec(session, frozenset(), shares_caches=True)
     given = {"timeout_s": propose_timeout_s, "prefill_timeout_s": prefill_timeout_s, "vocab_size": VOCAB}
     verifier = RemoteVerifier(fleet.targets, spec, timeout_s=verify_timeout_s, wait_s=wait_s)
