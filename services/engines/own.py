@@ -47,10 +47,12 @@ class OwnEngine:
         engine = load_worker_engine(path, settings, draft_for=target)
         vocab_size, digest, translation = _vocabulary(path, target, engine)
         model = Model(settings.model, vocab_size, engine.max_context, digest, kernel=engine.kernel)
+        rows, cost = measure_rows(engine) if settings.draft_ahead else (0, 0.0)
         scheduler = DraftScheduler(
             engine,
             limits,
-            ahead_rows=measure_rows(engine) if settings.draft_ahead else 0,
+            ahead_rows=rows,
+            rows_cost=cost,
             translation=translation,
             grammars=Grammars(target or path, vocab_size),
         )

@@ -8,6 +8,7 @@ stops a call of several.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,7 @@ class DraftScheduler:
         draft_top_k: Largest support of a shipped distribution.
         weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Upper bound of tokens in one forward of draft-ahead; 0 switches it off.
+        rows_cost: As of `Lookahead`.
         translation: The vocabularies, if the target's is another one.
 
     Attributes:
@@ -83,6 +85,7 @@ class DraftScheduler:
         draft_top_k: int = DRAFT_TOP_K,
         weight_bits: int = WEIGHT_BITS,
         ahead_rows: int,
+        rows_cost: float = math.inf,
         translation: Translation | None = None,
         grammars: Grammars | None = None,
     ) -> None:
@@ -93,7 +96,7 @@ class DraftScheduler:
         )
         self.batcher = Batcher(engine, limits, self.queue)
         max_rows = ahead_rows if translation is None else 0
-        self.lookahead = Lookahead(engine, max_rows, self.queue)
+        self.lookahead = Lookahead(engine, max_rows, rows_cost, self.queue)
         self.queue.on_stop = self.lookahead.preempt
         self._model = DraftModel(engine, top_k=draft_top_k, bits=weight_bits, translation=translation)
         self.speculations: dict[str, Speculation] = {}

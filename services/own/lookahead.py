@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -66,21 +67,24 @@ def can_use_idle_priority() -> bool:
     return bool(succeeded)
 
 
-def measure_rows(engine: Engine) -> int:
-    """Return the number of tokens in a forward of draft-ahead that suits a model on its device."""
+def measure_rows(engine: Engine) -> tuple[int, float]:
+    """Return how many tokens a forward of draft-ahead has at most, and its seconds over a run's per token."""
     with suppress(CacheFullError):
-        longest = MAX_SLOWDOWN * min(_time_forwards(engine, 1))
+        one_s = min(_time_forwards(engine, 1))
+        run_s = min(_time_forwards(engine, RUN, is_run=True)) / RUN if engine.can_chain else one_s
         for size in MANY_ROWS:
-            if min(_time_forwards(engine, size)) <= longest:
-                return size
-    return AHEAD_ROWS
+            if (many_s := min(_time_forwards(engine, size))) <= MAX_SLOWDOWN * one_s:
+                return size, many_s / run_s
+        return AHEAD_ROWS, min(_time_forwards(engine, AHEAD_ROWS)) / run_s
+    return AHEAD_ROWS, math.inf
 
 
-def _time_forwards(engine: Engine, size: int) -> Iterator[float]:
+def _time_forwards(engine: Engine, size: int, *, is_run: bool = False) -> Iterator[float]:
     count = min(size, engine.max_context)
+    feed = SequenceInput(_TRIAL_SESSION, 0, [0] * count, count)
     for _ in range(_TRIALS):
         start = time.perf_counter()
-        (logits,) = engine.step([SequenceInput(_TRIAL_SESSION, 0, [0] * count, count)])
+        logits = engine.chain(feed)[1] if is_run else engine.step([feed])[0]
         logits[0, 0].item()  # waits for the device
         yield time.perf_counter() - start
         engine.release(_TRIAL_SESSION)
@@ -91,14 +95,17 @@ class Lookahead:
 
     Args:
         max_rows: Upper bound of tokens in one forward; 0: nothing is prepared.
+        rows_cost: Seconds of such a forward over those per token of a run along one chain.
         queue: Of the blocks; its `stop` is set while one waits for the engine. It takes the AheadWork.
 
     Attributes:
         num_beyond: How many tokens after a proposal a parallel draft predicts, too.
     """
 
-    def __init__(self, engine: Engine, max_rows: int, queue: BlockQueue[ProposeTask, Any]) -> None:
-        self._engine, self._max_rows, self._queue = engine, max_rows, queue
+    def __init__(
+        self, engine: Engine, max_rows: int, rows_cost: float, queue: BlockQueue[ProposeTask, Any]
+    ) -> None:
+        self._engine, self._max_rows, self._rows_cost, self._queue = engine, max_rows, rows_cost, queue
         self._stop, self._stats = queue.stop, queue.meter.ahead
         self.num_beyond = int(max_rows > 0)
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
@@ -188,8 +195,9 @@ class Lookahead:
                 self.drop(session_id, is_stopped=False)
         candidates.sort(key=lambda candidate: candidate[0], reverse=True)
         if candidates and len(self._pending) == 1:
-            _, speculation, node, length = candidates[0]
-            if length > 1 and speculation.can_run([node]):
+            weight, speculation, node, length = candidates[0]
+            others = sum(candidate[0] for candidate in candidates[1 : self._max_rows])
+            if length > 1 and weight + others < weight * self._rows_cost and speculation.can_run([node]):
                 return {speculation: [node]}, length
         chosen: dict[Speculation, list[Node]] = {}
         num_rows = 0

@@ -170,11 +170,12 @@ class ParallelEngine(TableEngine):
 class Drafter:
     """A scheduler and its sessions in one thread; `ahead_rows` of 0 is no draft-ahead."""
 
-    def __init__(self, engine: TableEngine, ahead_rows: int = 0, max_batch_tokens: int = 64) -> None:
+    def __init__(
+        self, engine: TableEngine, ahead_rows: int = 0, max_batch_tokens: int = 64, **ahead: float
+    ) -> None:
         self.engine: Any = engine
-        self.scheduler = DraftScheduler(
-            self.engine, Limits(max_batch_tokens, 16), draft_top_k=8, weight_bits=10, ahead_rows=ahead_rows
-        )
+        limits, shipped = Limits(max_batch_tokens, 16), {"draft_top_k": 8, "weight_bits": 10}
+        self.scheduler = DraftScheduler(self.engine, limits, **shipped, ahead_rows=ahead_rows, **ahead)
 
     def task(
         self,

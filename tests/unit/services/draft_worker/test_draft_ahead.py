@@ -118,7 +118,7 @@ def test_rows_of_ahead_are_those_that_cost_nothing(row_s, wanted, monkeypatch):
 
     monkeypatch.setattr(engine, "step", timed)
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    assert measure_rows(engine) == wanted
+    assert measure_rows(engine) == (wanted, pytest.approx((1.0 + row_s * wanted) / (1.0 + row_s)))
     assert not engine.caches
 
 
@@ -228,6 +228,16 @@ def test_a_run_on_demand_ends_when_another_block_arrives(monkeypatch):
     reply = ours.ask(PROMPT, 4)
     assert set(lengths) == {1}
     assert reply.outcome == Drafter(TableEngine()).ask(PROMPT, 4).outcome
+
+
+@pytest.mark.parametrize(("cost", "has_runs"), [(4.0, True), (1.01, False)], ids=["dear", "free"])
+def test_outcomes_are_prepared_together_where_rows_cost_less_than_runs(cost, has_runs, monkeypatch):
+    one, runs = Drafter(ChainingEngine(spread=3.0), ahead_rows=AHEAD_ROWS, rows_cost=cost), []
+    one.ask(PROMPT, 3)
+    chain = one.engine.chain
+    monkeypatch.setattr(one.engine, "chain", lambda *given, **how: runs.append(1) or chain(*given, **how))
+    one.idle(5)
+    assert bool(runs) is has_runs
 
 
 def test_runs_leave_room_in_the_context():
