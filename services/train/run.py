@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gammaray.errors import FailedPreconditionError, InvalidArgumentError
 from gammaray.program.files import replacing, try_lock
 from gammaray.program.prompts import read_prompts
 from gammaray.qualify.training import TrainTask
-from services.engine.core.model import eos_token_ids, load_model
+from services.engine.core.model import LoadedModel, eos_token_ids, load_config, load_model
 from services.engine.loader import load_engine
 from services.train.answers.prompts import Passages, Turns, file_jobs, own_jobs
 from services.train.answers.states import StateStore
@@ -89,10 +90,9 @@ class _Run:
         stopped: Callable[[], bool],
     ) -> None:
         self.task, self.path, self.work, self.report, self.stopped = task, path, work, report, stopped
-        self.target = load_model(path, device="cpu", dtype="float32")
         self.identity = fingerprints_of(path)
-        self.vocab_size = int(self.target.config.vocab_size)
-        count = self.target.config.num_hidden_layers
+        config = load_config(path).get_text_config()
+        self.vocab_size, count = int(config.vocab_size), config.num_hidden_layers
         self.is_head = task.kind == "eagle3"
         self.layers = _layers(task, count)
         with disk(work):
@@ -104,6 +104,11 @@ class _Run:
         except ValueError:
             before = 0.0
         self.began = time.monotonic() - before
+
+    @cached_property
+    def target(self) -> LoadedModel:
+        """The target in float32; not loaded beside the engine that writes the answers."""
+        return load_model(self.path, device="cpu", dtype="float32")
 
     def elapsed(self) -> float:
         return time.monotonic() - self.began
