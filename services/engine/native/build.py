@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("kernel.c", "attention.h", "draws.h", "threads.h", "tiles.h")
-BASELINE, AMX = "baseline", "x86-64-v4-amx"
+SOURCES = ("kernel.c", "attention.h", "draws.h", "integers.h", "threads.h", "tiles.h")
+BASELINE, VNNI, AMX = "baseline", "x86-64-v4-vnni", "x86-64-v4-amx"
 TIMEOUT_S = 300
 
 # These affect the order of floating-point operations: other flags would change results in the last bits.
@@ -38,7 +38,8 @@ def _variants() -> dict[str, tuple[str, ...]]:
     if platform.machine() in ("x86_64", "AMD64"):
         variants["x86-64-v3"] = ("-march=x86-64-v3",)
         variants["x86-64-v4"] = ("-march=x86-64-v4", "-mprefer-vector-width=512")
-        variants[AMX] = (*variants["x86-64-v4"], "-mamx-tile", "-mamx-bf16")
+        variants[VNNI] = (*variants["x86-64-v4"], "-mavx512vnni")
+        variants[AMX] = (*variants[VNNI], "-mamx-tile", "-mamx-bf16")
     return variants
 
 

@@ -3,8 +3,8 @@
  * What one row (one token) gets does not depend on the rows that come with it, to the last bit: every sum
  * runs over the same numbers in the same order, whatever the number of rows or threads, the batch or the shape of a
  * tree.
- * A product adds up inputs one by one, per output, in one accumulator (on AMX in three); attention walks a token's own path from
- * its first position to its last.
+ * A product adds up inputs one by one, per output, in one accumulator (see tiles.h and integers.h for others);
+ * attention walks a token's own path from its first position to its last.
  *
  * Weights lie in panels of PANEL outputs: for each input the PANEL weights side by side, float32, bfloat16 or
  * int8 (the sum is multiplied by its output's scale). A vector of bfloat16 holds two vectors' worth: the low halves
@@ -284,7 +284,8 @@ typedef struct {
     float *y;       /* [rows, outputs], rows y_stride apart */
     int64_t x_stride, y_stride;
     int rows, add, chunk_panels;
-    const uint16_t *parts; /* of the rows, see tiles.h */
+    const uint16_t *parts;  /* of the rows, see tiles.h */
+    const float *integers;  /* of the rows, see integers.h */
 } product_task;
 
 #if defined(__AMX_BF16__)
@@ -293,6 +294,19 @@ typedef struct {
 #define TILE_INPUTS 0
 static int64_t parts_size(int64_t rows, int64_t inputs) { return (void)rows, (void)inputs, 0; }
 #endif
+
+#if defined(__AVX512VNNI__)
+#include "integers.h"
+#else
+#define INTEGER_INPUTS 0
+static int64_t integers_size(int64_t inputs) { return (void)inputs, 0; }
+#endif
+
+/* Numbers of scratch for the rows' other forms. */
+static int64_t forms_size(int64_t rows, int64_t inputs) {
+    int64_t integers = rows * integers_size(inputs), parts = parts_size(rows, inputs);
+    return parts > integers ? parts : integers;
+}
 
 /* The tiles of a group of rows take a block of inputs before the next block, and each fetches its share of that:
  * weights are read from memory once, and while all rows compute. A single tile takes all inputs at once. */
@@ -310,6 +324,12 @@ static void product_chunk(const void *argument, int chunk, int thread) {
 #if TILE_INPUTS
     if (kind == BFLOAT16) {
         tile_chunk(t, begin, end);
+        return;
+    }
+#endif
+#if INTEGER_INPUTS
+    if (kind == INT8) {
+        integer_chunk(t, begin, end);
         return;
     }
 #endif
@@ -340,11 +360,12 @@ static void product_chunk(const void *argument, int chunk, int thread) {
 static void product(int threads, const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y,
                     int64_t y_stride, int add, float *scratch) {
     int panels = (m->outputs + PANEL - 1) / PANEL, chunks = threads == 1 ? 1 : CHUNKS_PER_THREAD * threads;
-    product_task t = {m, x, y, x_stride, y_stride, rows, add, (panels + chunks - 1) / chunks, NULL};
+    product_task t = {m, x, y, x_stride, y_stride, rows, add, (panels + chunks - 1) / chunks, NULL, scratch};
 #if TILE_INPUTS
     if (m->kind == BFLOAT16) split(rows, m->inputs, x, x_stride, (uint16_t *)(t.parts = parts_in(scratch)));
-#else
-    (void)scratch;
+#endif
+#if INTEGER_INPUTS
+    if (m->kind == INT8) to_integers(rows, m->inputs, x, x_stride, scratch);
 #endif
     run(product_chunk, &t, (panels + t.chunk_panels - 1) / t.chunk_panels, threads);
 }
@@ -400,6 +421,7 @@ static void gate(float *gate_up, int size) {
 EXPORT int32_t gr_panel(void) { return PANEL; }
 EXPORT int32_t gr_lanes(void) { return LANES; }
 EXPORT int32_t gr_tile_inputs(void) { return TILE_INPUTS; }
+EXPORT int32_t gr_integer_inputs(void) { return INTEGER_INPUTS; }
 
 /* Inputs of the largest matrix. */
 static int64_t widest(const gr_model *m) {
@@ -412,7 +434,7 @@ static int64_t widest(const gr_model *m) {
 EXPORT int64_t gr_scratch_size(const gr_model *m, int32_t rows, int32_t position, int32_t threads) {
     int64_t width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     int64_t per_row = (m->is_head ? 4 : 2) * m->hidden + width + m->heads * m->head_dim + 2 * m->intermediate;
-    return rows * per_row + threads * attention_scratch(position) + parts_size(rows, widest(m));
+    return rows * per_row + threads * attention_scratch(position) + forms_size(rows, widest(m));
 }
 
 /* Records the rows of `x` for the taps at `layer`. */
@@ -464,7 +486,7 @@ static void forward(const gr_model *m, const gr_batch *b) {
     float *x = b->scratch, *h = x + (int64_t)rows * hidden, *qkv = h + (int64_t)rows * hidden;
     float *mixed = qkv + (int64_t)rows * width, *gate_up = mixed + (int64_t)rows * mixed_width;
     float *joined = gate_up + (int64_t)rows * 2 * inner, *parts = joined + (m->is_head ? 2 * rows * hidden : 0);
-    float *scores = parts + parts_size(rows, widest(m));
+    float *scores = parts + forms_size(rows, widest(m));
     if (m->is_head)
         enter(m, b, x, joined);
     else
@@ -536,7 +558,7 @@ EXPORT int32_t gr_chain(const gr_model *m, const gr_batch *b, int32_t *token, co
 }
 
 /* Numbers of scratch that `gr_map` needs. */
-EXPORT int64_t gr_map_scratch_size(const gr_matrix *m, int32_t rows) { return parts_size(rows, m->inputs); }
+EXPORT int64_t gr_map_scratch_size(const gr_matrix *m, int32_t rows) { return forms_size(rows, m->inputs); }
 
 /* The products of rows [rows, inputs] with a matrix, [rows, outputs], on up to `threads` threads. */
 EXPORT void gr_map(const gr_matrix *m, int32_t rows, const float *x, float *y, float *scratch, int32_t threads) {

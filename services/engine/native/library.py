@@ -26,6 +26,7 @@ from services.engine.native.build import (
     BASELINE,
     SOURCE_DIR,
     TIMEOUT_S,
+    VNNI,
     Compiler,
     KernelBuildError,
     compile_library,
@@ -64,19 +65,25 @@ def load_kernel() -> Kernel:
 def usable_variants() -> list[str]:
     """Return the variants that this processor can run, the fastest one first."""
     capability = torch.backends.cpu.get_cpu_capability()
-    tiles = [AMX] if capability == "AVX512" and _has_tiles() else []
     vectors = {"AVX512": ["x86-64-v4", "x86-64-v3"], "AVX2": ["x86-64-v3"]}.get(capability, [])
-    return [*tiles, *vectors, BASELINE]
+    if capability == "AVX512" and "avx512_vnni" in _processor_flags():
+        vectors = [*([AMX] if _has_tiles() else []), VNNI, *vectors]
+    return [*vectors, BASELINE]
+
+
+@functools.cache
+def _processor_flags() -> frozenset[str]:
+    try:
+        return frozenset(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return frozenset()
 
 
 @functools.cache
 def _has_tiles() -> bool:
     """Whether the processor has AMX; Linux gives its tiles to all threads of a process that asks."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return "amx_bf16" in flags and ctypes.CDLL(None).syscall(*map(ctypes.c_long, _REQUEST_TILES)) == 0
+    has_flag = "amx_bf16" in _processor_flags()
+    return has_flag and ctypes.CDLL(None).syscall(*map(ctypes.c_long, _REQUEST_TILES)) == 0
 
 
 def use_threads(count: int) -> None:

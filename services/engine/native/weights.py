@@ -2,7 +2,7 @@
 
 Query, key and value rows are one matrix, gate and up another. Weights that bfloat16 represents without loss,
 as nearly all published ones, are stored as bfloat16, those of a quantised draft as int8, others as
-float32. The arithmetic is always float32.
+float32. The arithmetic is float32, or exact as `tiles.h` and `integers.h` have it.
 """
 
 from __future__ import annotations
@@ -163,6 +163,21 @@ def pack_panels(weight: Tensor, panel: int, lanes: int, tile_inputs: int = 0) ->
     return torch.unflatten(half, 2, (-1, 2, lanes)).transpose(3, 4).flatten(2).contiguous()
 
 
+def pack_integers(weight: Tensor, panel: int, group: int) -> Tensor:
+    """Lay out an int8 weight [outputs, inputs] as panels, for sums in integers if `group` is not 0.
+
+    Those have `group` inputs of an output side by side, after -128 times the sums of the outputs' weights as
+    32-bit integers, see `integers.h`.
+    """
+    panels = _panels(weight, panel)
+    if not group:
+        return panels.contiguous()
+    grouped = nn.functional.pad(panels, (0, 0, 0, -weight.shape[1] % group))
+    grouped = grouped.reshape(len(panels), -1, group, panel).transpose(2, 3)
+    first = (-128 * panels.sum(1, dtype=torch.int32)).view(torch.int8).view(len(panels), 1, panel, group)
+    return torch.cat([first, grouped], 1)
+
+
 def _panels(weight: Tensor, panel: int) -> Tensor:
     """Return a matrix [outputs, inputs] as [panels, inputs, panel], with zeros for missing outputs."""
     outputs, inputs = weight.shape
@@ -219,7 +234,8 @@ class Packer:
         scale, layout = None, (self.library.gr_panel(), self.library.gr_lanes())
         if self.quantised:
             joined = concatenate([self.quantised[weight.data_ptr()][: len(weight)] for weight, _ in parts])
-            panels, scale = _panels(joined.values, layout[0]).contiguous(), self.vector(joined.scales)
+            panels = pack_integers(joined.values, layout[0], self.library.gr_integer_inputs())
+            scale = self.vector(joined.scales)
         else:
             joined_parts = torch.cat([part.float() for part, _ in parts])
             panels = pack_panels(joined_parts, *layout, self.library.gr_tile_inputs())

@@ -23,6 +23,7 @@ from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine, load_worker_engine
 from services.engine.native import library as guesses
 from services.engine.native import weights as packing
+from services.engine.native.build import AMX, VNNI
 from services.engine.native.library import Kernel, open_kernel, top_k_tokens, usable_variants
 from services.engine.native.runner import NativeRunner
 from services.engine.sampling import noise as noise_module
@@ -36,6 +37,9 @@ from tests.support.engine_helpers import (
     random_tokens,
     tiny_model,
 )
+
+ROUNDED = 2e-3
+"""Largest difference of a logit where the inputs of int8 weights are rounded to 16 bits."""
 
 
 @pytest.fixture(params=usable_variants())
@@ -247,7 +251,7 @@ def test_every_instruction_set_runs_the_dequantised_model(arch, variant, tmp_pat
     for rows in range(1, 9):
         run.step(SequenceInput("a", 40, random_tokens(rows, rows), rows))
     run.step(SequenceInput("a", 40, random_tokens(3, 3), 3, (-1, -1, 1)), SequenceInput("b", 0, [5], 1))
-    assert run.worst <= 1e-4
+    assert run.worst <= (ROUNDED if variant in (VNNI, AMX) else 1e-4)
 
 
 @pytest.mark.parametrize("arch", LEAN)
@@ -255,7 +259,7 @@ def test_every_covered_architecture_is_quantised(arch, tmp_path):
     directory = tiny_model(arch, tmp_path, bfloat16=True)
     run = CheckedEngine(load_engine(str(directory), weights="int8"), dequantised(directory))
     run.step(SequenceInput("a", 0, random_tokens(50, 1), 50))
-    assert 0 < run.worst <= 1e-4
+    assert 0 < run.worst <= ROUNDED
 
 
 def test_int8_is_the_nearest_of_255_steps_of_a_row():

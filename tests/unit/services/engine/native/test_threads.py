@@ -164,7 +164,9 @@ def test_products_do_not_depend_on_the_other_rows_or_the_number_of_threads(varia
     rows = random(MOST_ROWS, inputs)
     alone = torch.cat([product(row[None].contiguous()) for row in rows])
     expected = torch.cat((rows, torch.ones(MOST_ROWS, 1)), 1).double() @ exact.double().T
-    assert torch.allclose(alone.double(), expected, atol=1e-4)
+    # Half a step of the inputs where they become integers, see integers.h.
+    rounded = exact.abs().sum(1).max() * rows.abs().max() / 65534 if kind == "int8" else 0.0
+    assert torch.allclose(alone.double(), expected, atol=1e-4 + float(rounded))
     for count in range(2, MOST_ROWS + 1):
         assert torch.equal(product(rows[:count].contiguous()), alone[:count])
     for threads in range(2, 21):
