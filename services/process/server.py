@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -13,12 +12,13 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from gammaray.blocks import MAX_ANSWER_BYTES
-from gammaray.checks import is_loopback, is_wildcard, join_address, split_address
+from gammaray.checks import join_address, split_address
 from gammaray.config import WorkerSettings
-from gammaray.deploy.redis_connection import connect, hosts_of
+from gammaray.deploy.redis_connection import connect
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.security.tls import TlsFiles, check_peer, server_credentials, tls_files
 from gammaray.telemetry.prometheus import metrics_address
+from services.process.addresses import check_announced
 
 DRAIN_TIMEOUT_S = 10.0
 """Seconds for running blocks to finish after SIGTERM; then orchestrators repeat them on other workers. Well
@@ -92,46 +92,6 @@ def check_serving(settings: WorkerSettings, host: str = "") -> None:
     if settings.redis_url:
         connect(settings.redis_login_url, timeout_s=1, num_retries=0)  # connects on first use
         check_announced(settings.listen, settings.redis_url, host)
-
-
-def check_announced(listen: str, redis_url: str, host: str = "") -> None:
-    """Refuse to announce an address in a Redis if its other clients cannot dial it.
-
-    `host` is announced in place of a wildcard; a loopback address: all orchestrators are on this machine.
-    """
-    listening, port = split_address("listen", listen)
-    if is_wildcard(listening) and host:
-        listening = host
-    elsewhere = [] if host and is_loopback(host) else list(filter(_is_elsewhere, hosts_of(redis_url)))
-    if not is_wildcard(listening) and not (is_loopback(listening) and elsewhere):
-        return
-    own = next(filter(None, map(_address_towards, elsewhere)), "")
-    example = f", such as {join_address(own, port or 50051)}" if own else ""
-    reason = f", since Redis is on {elsewhere[0]}" if elsewhere else ""
-    raise InvalidArgumentError(
-        "listen", listen, f"an address of this machine that orchestrators can dial{example}{reason}"
-    )
-
-
-def _is_elsewhere(host: str) -> bool:
-    """Whether a host is not named by a loopback address; a name that is unknown now is taken for another."""
-    try:
-        found = socket.getaddrinfo(host, None)
-    except OSError:
-        return True
-    return not all(is_loopback(str(address[0])) for *_, address in found)
-
-
-def _address_towards(host: str) -> str:
-    """Return this machine's address on the way to a host; empty if there is no way. Sends nothing."""
-    try:
-        for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    except OSError:
-        pass
-    return ""
 
 
 @asynccontextmanager

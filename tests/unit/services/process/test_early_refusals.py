@@ -17,8 +17,8 @@ from services.draft_worker.worker import DraftWorker
 from services.engine.core.errors import UnsupportedModelError
 from services.heads.loading import names_head
 from services.own.head_loading import check_local_drafter
+from services.process.addresses import check_announced
 from services.process.main import EXIT_BAD_SETTINGS, run
-from services.process.server import check_announced
 from services.target_worker.worker import TargetWorker
 from tests.support.engine_helpers import tiny_model
 from tests.support.head_helpers import DATA, VARIANTS, as_official, bigram_head, bigram_target, changed
