@@ -27,6 +27,9 @@ RESULTS = HERE.parent / "benchmarks" / "results"
 SPEED = "peers-2026-11-27-6"
 PLAIN = "gammaray-0"
 
+PAIR = {"draft worker": "peers-2026-11-30-3", "in turn": "peers-2026-11-30-4"}
+"""Way of drafting -> result."""
+
 Result = dict[str, Any]
 Table = Callable[[Result], Iterator[str]]
 
@@ -89,6 +92,27 @@ def speed(result: Result) -> Iterator[str]:
     yield "Decoding after the first token, tokens/s:"
     yield ""
     yield from table(("", *columns), speeds)
+
+
+def pair(_: Result) -> Iterator[str]:
+    """Yield decoding after the first token over gamma 0 of the same run, by way of drafting."""
+    columns = (*CATEGORIES, "all")
+    rows = []
+    for way, name in PAIR.items():
+        result = load(name)
+        for temperature in temperatures(result):
+            found = of_temperature(result, temperature)
+            for system in found["all"]:
+                if system != PLAIN:
+                    cells = [_number(found, category, system, "decode_over_plain") for category in columns]
+                    gamma = system.removeprefix("gammaray-").replace("adaptive", "default")
+                    rows.append((temperature, [f"T {temperature:g}, {way}, γ {gamma}", *cells]))
+    rows.sort(key=lambda row: row[0])
+    yield from table(("x gamma 0", *columns), [row for _, row in rows])
+    yield ""
+    for way, name in PAIR.items():
+        yield f"{way.capitalize()} ([result](../benchmarks/results/{name}.json)): {' '.join(equal_and_loops(load(name)))}"
+        yield ""
 
 
 def equal_and_loops(result: Result) -> Iterator[str]:
