@@ -111,9 +111,8 @@ def pair(_: Result) -> Iterator[str]:
     yield from table(("x gamma 0", *columns), [row for _, row in rows])
     yield ""
     for way, name in PAIR.items():
-        found = f"{way.capitalize()} ([result](../benchmarks/results/{name}.json)): "
-        yield found + " ".join(equal_and_loops(load(name)))
-        yield ""
+        equal = next(equal_and_loops(load(name))).partition(". ")[0].rstrip(".")
+        yield f"{way.capitalize()}: {equal} ([result](../benchmarks/results/{name}.json))."
 
 
 def equal_and_loops(result: Result) -> Iterator[str]:
@@ -157,36 +156,6 @@ def load_table(result: Result) -> Iterator[str]:
     yield from table(("", "gamma 0, tok/s", "default, tok/s", "default over gamma 0"), rows)
     yield ""
     yield from equal_and_loops(result)
-
-
-def gammas(result: Result) -> Iterator[str]:
-    """Yield speed and acceptance by gamma."""
-    temps = temperatures(result)
-    rows = []
-    for system in [row["system"] for row in result["points"][0]["rows"]]:
-        cells = [system]
-        for temperature in temps:
-            (point,) = (point for point in result["points"] if point["temperature"] == temperature)
-            (row,) = (row for row in point["rows"] if row["system"] == system)
-            found = row["speculation"]
-            alpha = found["alpha"] if found else None
-            cells += [
-                f"{row['tokens_per_s']['median']:.0f}",
-                f"{row['over_plain']['median']:.2f}",
-                "" if alpha is None else f"{alpha:.2f}",
-            ]
-        rows.append(cells)
-    head = [text for t in temps for text in (f"T {t:g}, tok/s", "x gamma 0", "alpha")]
-    yield from table(("", *head), rows)
-    yield ""
-    compared = sum(point["equality"]["compared"] for point in result["points"])
-    equal = sum(point["equality"]["equal"] for point in result["points"])
-    text = f"{equal} of {compared} completions have the tokens of gamma 0."
-    if all("loops" in point for point in result["points"]):
-        loops = sum(point["loops"]["num_loops"] for point in result["points"])
-        total = sum(len(point["loops"]["repeated_share"]) for point in result["points"])
-        text += f" {loops} of {total} completions of gamma 0 repeat more than half of their 6-grams."
-    yield text
 
 
 def equalities(result: Result) -> Iterator[str]:
@@ -299,14 +268,6 @@ CLAIMS = (
         "[lab.md](lab.md#a-real-pair-on-one-machine) has what limits it, and llama.cpp.",
         PAIR["draft worker"],
         pair,
-    ),
-    Claim(
-        "Gamma by gamma: the demo pair",
-        "Two small models of Python code whose draft is a part of the target and agrees with it more than "
-        "most "
-        "pairs do. The pair tests the software; its speedups do not predict those of other pairs.",
-        "run-2026-11-23",
-        gammas,
     ),
     Claim(
         "The same tokens, whatever drafts",
