@@ -97,8 +97,8 @@ class AdaptiveGamma:
 
     @property
     def is_new(self) -> bool:
-        """Whether no costs are known."""
-        return not self._costs.is_known
+        """Whether no proposal of the model was measured."""
+        return not self._costs.has_drafted
 
     def observe(self, cycle: Cycle, *, by_other: bool = False) -> None:
         """Learn from a finished cycle; one whose drafter failed is evidence for none but the matches.

@@ -108,6 +108,9 @@ class CostModel:
     Left out are a session's first cycle, as it contains the prefill, its first proposal, for which a head
     reads the prompt, and cycles whose drafter failed. A later first proposal after plain cycles measures the
     catch-up of the drafter; unless it took far longer than expected, the coefficients do not learn from it.
+
+    Attributes:
+        has_drafted: Whether a proposal of the model was measured.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -123,7 +126,7 @@ class CostModel:
         # Of the posterior of the coefficients.
         self.mean, self.covariance = Costs(*[0.0] * _SIZE), [[0.0] * _SIZE for _ in range(_SIZE)]
         self._noise, self._bias = FIRST_NOISE**2, 0.0
-        self._num_cycles, self._has_plain = 0, False
+        self._num_cycles, self._has_plain, self.has_drafted = 0, False, False
         self._tokens = self._seconds = 0.0
 
     @property
@@ -219,6 +222,7 @@ class CostModel:
             self._catch_up += HOLD * RATE * (extra - self._catch_up)
             return
         self._has_plain |= cycle.num_drafted == 0
+        self.has_drafted |= work.draft > 0
         self._update(work, seconds, expected, share)
 
     def _update(self, work: Costs, seconds: float, expected: float, share: float) -> None:

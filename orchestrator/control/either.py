@@ -15,7 +15,7 @@ class EitherModel:
     """Gives each cycle to the model of which more tokens per second are expected.
 
     Each has a controller, with costs and acceptance of its own, which also compares it with the matches of
-    look-ups and with plain decoding. A model whose costs are unknown is tried first.
+    look-ups and with plain decoding. A model of which no proposal was measured is tried first.
 
     Args:
         controllers: By the kind of the model.
@@ -30,7 +30,7 @@ class EitherModel:
         for kind, controller in self._controllers.items():
             models = [kind] if kind in candidates.models else []
             shape = controller.next_shape(replace(candidates, models=models))
-            rank = (controller.is_new and bool(models), controller.speed)
+            rank = (controller.is_new and shape.drafter is kind and shape.depth > 0, controller.speed)
             if best is None or rank > highest:
                 best, highest = shape, rank
         assert best is not None

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from gammaray.blocks import Shape
 from gammaray.types import DrafterKind
 from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import CostModel
@@ -52,6 +53,15 @@ def test_better_model_proposes(draft, head, preferred):
     kinds = Session(1).play({MODEL: draft, HEAD: head}, 600)
     assert {MODEL, HEAD} <= set(kinds), "each is tried"
     assert kinds[300:].count(preferred) > 0.9 * 300
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_both_are_tried_after_requests_of_gamma_0(seed):
+    session, lone = Session(seed), Lone(random.Random(seed))
+    for _ in range(200):
+        cycle, _ = lone.cycle(GOOD_HEAD, Shape(0))
+        session.costs[HEAD].observe(cycle, was_plain=True)
+    assert session.play({MODEL: World(alpha=0.95, draft=0.02), HEAD: BAD_HEAD}, 40).count(HEAD) >= 2
 
 
 def test_model_that_becomes_better_is_found():
