@@ -12,7 +12,6 @@ from rich.markup import escape as plain
 
 from gammaray.audit.findings import Finding, Status
 from gammaray.audit.run import overall
-from gammaray.bench.page import document
 from gammaray.bench.svg import bar_chart
 from gammaray.program.output import columns
 
@@ -22,6 +21,12 @@ _STYLES = {
     Status.INCONCLUSIVE: "yellow",
     Status.NOT_POSSIBLE: "dim",
 }
+_PAGE_STYLE = """:root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:820px;
+margin:2em auto;padding:0 1em}h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2.2em}
+table{border-collapse:collapse;font-size:.9em}
+td,th{padding:.2em .8em .2em 0;text-align:right;border-bottom:1px solid #8884}
+td:first-child,th:first-child{text-align:left}
+.m{opacity:.7}code{word-break:break-word}svg{max-width:100%;height:auto}"""
 
 
 def show(console: Console, findings: Sequence[Finding]) -> None:
@@ -52,7 +57,15 @@ def audit_result(findings: Sequence[Finding], **about: Any) -> dict[str, Any]:
 
 def audit_page(found: dict[str, Any]) -> str:
     """Return the page of an `audit_result`: the table, evidence and commands, and charts of the law."""
-    return document("gammaray audit", "".join(_body(found)))
+    return _document("gammaray audit", "".join(_body(found)))
+
+
+def _document(title: str, body: str) -> str:
+    """Return a self-contained HTML page; `body` is markup."""
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_PAGE_STYLE}</style><body>{body}</body></html>\n"
+    )
 
 
 def _body(found: dict[str, Any]) -> Iterator[str]:

@@ -508,6 +508,7 @@ class GetTargetInfoResponse(_message.Message):
     OLDEST_PROTOCOL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     CLOCK_S_FIELD_NUMBER: _builtins.int
+    FORWARD_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model name given at startup."""
     vocab_size: _builtins.int
@@ -562,6 +563,10 @@ class GetTargetInfoResponse(_message.Message):
     def adapters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """LoRA adapters that it serves: the model identity of a session with each, by name."""
 
+    @_builtins.property
+    def forward_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Seconds of forwards over 1, 2, 4, 8, ... tokens when the model was loaded; empty: not measured."""
+
     def __init__(
         self,
         *,
@@ -587,10 +592,11 @@ class GetTargetInfoResponse(_message.Message):
         oldest_protocol: _builtins.int = ...,
         version: _builtins.str = ...,
         clock_s: _builtins.float = ...,
+        forward_s: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "clock_s", b"clock_s", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "oldest_protocol", b"oldest_protocol", "pid", b"pid", "protocol", b"protocol", "takes_trees", b"takes_trees", "totals", b"totals", "version", b"version", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_budget_bytes", b"cache_budget_bytes", "cache_bytes", b"cache_bytes", "clock_s", b"clock_s", "forward_s", b"forward_s", "grammar_identity", b"grammar_identity", "head", b"head", "is_draining", b"is_draining", "kernel", b"kernel", "max_context", b"max_context", "metrics_address", b"metrics_address", "model", b"model", "model_identity", b"model_identity", "num_queued", b"num_queued", "num_sessions", b"num_sessions", "oldest_protocol", b"oldest_protocol", "pid", b"pid", "protocol", b"protocol", "takes_trees", b"takes_trees", "totals", b"totals", "version", b"version", "vocab_sha256", b"vocab_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

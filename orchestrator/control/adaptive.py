@@ -90,7 +90,7 @@ class AdaptiveGamma:
         if candidates.models:
             shape, self.speed = replace(self._by_model(), drafter=candidates.models[0]), self._speed
         if candidates.matches:
-            by_match, speed = self._best_match(candidates.matches)
+            by_match, speed = self._best_match(candidates.matches, leaves_model=bool(candidates.models))
             if shape.depth == 0 or speed > self.speed:
                 shape, self.speed = by_match, speed
         return replace(shape, is_fallback=True) if candidates.is_fallback else shape
@@ -149,7 +149,7 @@ class AdaptiveGamma:
         """Return the best shape of the model under the current posterior sample."""
         model = self._costs
         costs = model.sample()
-        plain_s, price = model.plain_s(costs), model.price(costs)
+        plain_s, price, added = model.plain_s(costs), model.price(costs), model.added_rows
         draft_s = costs.draft + (plain_s + (model.catch_up_s / HOLD if self._was_plain else 0.0))
         bias, most_rows = model.trees.bias, 2.0 * self._largest
         best, highest, self._expected = _shape(0, 0), 1.0 / plain_s, 0.0
@@ -157,23 +157,24 @@ class AdaptiveGamma:
         for depth, probability in enumerate(by_depth, 1):
             reached *= probability
             tokens += reached
-            seconds = draft_s + costs.forward * depth + costs.rows_s(depth)
+            seconds = draft_s + costs.forward * depth + costs.row * added[depth]
             speed = (tokens - price * depth) / seconds
             if speed > highest and depth <= most_rows:
                 best, highest = _shape(depth, 0), speed
         for shape, expected in self._trees:
             rows = shape.max_nodes
-            seconds = draft_s + costs.forward * shape.depth + costs.rows_s(rows)
+            seconds = draft_s + costs.forward * shape.depth + costs.row * added[rows]
             speed = (expected * bias - price * rows) / seconds
             if speed > highest and rows <= most_rows:
                 best, highest, self._expected = shape, speed, expected
         self._speed = highest
         return best
 
-    def _best_match(self, matches: Sequence[Match]) -> tuple[Shape, float]:
+    def _best_match(self, matches: Sequence[Match], *, leaves_model: bool) -> tuple[Shape, float]:
         """Return the shape of the best match, or of gamma 0, and its expected tokens per second.
 
-        A match takes rows and no forward of a draft model. While no costs are known, the longest match is
+        A match takes rows and no forward of a draft model. If it `leaves_model`, the first one also takes the
+        time in which the model has to catch up afterwards. While no costs are known, the longest match is
         proposed, and its speed counts as 0.
         """
         model = self._costs
@@ -182,15 +183,16 @@ class AdaptiveGamma:
             depth = min(len(longest.token_ids), self._max_match)
             return _shape(depth, 0, longest.kind, Reason.FIRST), 0.0
         costs = model.sample()
-        plain_s, price = model.plain_s(costs), model.price(costs)
+        plain_s, price, added = model.plain_s(costs), model.price(costs), model.added_rows
         best, highest = _shape(0, 0), 1.0 / plain_s
+        match_s = plain_s + (model.catch_up_s if leaves_model and not self._was_plain else 0.0)
         for match in matches:
             most = min(len(match.token_ids), self._max_match)
             tokens = reached = 1.0
             for depth, probability in enumerate(self._sampled(self._of_matches.of(match), most), 1):
                 reached *= probability
                 tokens += reached
-                speed = (tokens - price * depth) / (plain_s + costs.rows_s(depth))
+                speed = (tokens - price * depth) / (match_s + costs.row * added[depth])
                 if speed > highest:
                     best, highest = _shape(depth, 0, match.kind), speed
         return best, highest

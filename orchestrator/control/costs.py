@@ -14,12 +14,9 @@ from typing import NamedTuple
 
 from gammaray.maths.acceptance import AcceptanceEstimator
 from gammaray.types import DrafterKind
+from orchestrator.control.row_costs import ASSUMED, RowCosts
 from orchestrator.control.tree_model import TreeModel
 from orchestrator.cycle.types import Cycle
-
-KNEE = 4
-"""Rows of a proposal beyond which a row may cost more, as it is no longer computed while a forward reads its
-weights: 0.12 of a forward instead of 0.03 on a core of Zen 5 (SmolLM2, `benchmarks.rows`, 2026-11-25)."""
 
 DRIFT = 0.02
 """Relative standard deviation of the change per cycle: of all coefficients together (a busy machine), and of
@@ -78,19 +75,14 @@ class Costs(NamedTuple):
     fixed: float  # of every cycle
     draft: float  # of a proposal of a draft model, whatever its size
     forward: float  # of a forward of the draft model, one per depth; 0 for a parallel one, which runs one
-    row: float  # of a proposed token that the target verifies
+    row: float  # of a proposed token that the target verifies, the mean one of `RowCosts`
     session: float  # of another session that waits for the same target worker
     others_row: float  # of a proposed token of those sessions
     others_prompt: float  # of a token of their prompts
-    further_row: float  # of a proposed token beyond `KNEE`, in addition to `row`
-
-    def rows_s(self, rows: int) -> float:
-        """Return the seconds that a proposal's rows add to the target's forward."""
-        return self.row * rows + self.further_row * max(0, rows - KNEE)
 
 
-PRIOR = Costs(1.0, 0.1, 0.1, 0.03, 0.02, 0.02, 0.02, 0.0)
-PRIOR_SD = Costs(0.5, 0.3, 0.3, 0.05, 0.05, 0.05, 0.05, 0.05)
+PRIOR = Costs(1.0, 0.1, 0.1, ASSUMED, 0.02, 0.02, 0.02)
+PRIOR_SD = Costs(0.5, 0.3, 0.3, 0.05, 0.05, 0.05, 0.05)
 """Coefficients before any measurement and their standard deviations, in units of the fixed costs; the first
 measured cycle sets the unit. Proposals are assumed to cost by the forward rather than by the proposal: the
 opposite prevents short chains from being tried, whereas a short chain refutes this. A deviation of 0.02 for
@@ -110,10 +102,12 @@ class CostModel:
     catch-up of the drafter; unless it took far longer than expected, the coefficients do not learn from it.
 
     Attributes:
+        rows: Of the target workers; set when these are known.
         has_drafted: Whether a proposal of the model was measured.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
+        self.rows = RowCosts()
         self.acceptance = AcceptanceEstimator(FLEET_DECAY)  # of the draft model's proposals
         self.of_matches: dict[MatchClass, AcceptanceEstimator] = {}  # see `match_acceptance`
         self.trees = TreeModel(FLEET_DECAY)
@@ -156,6 +150,11 @@ class CostModel:
         """Return the seconds of a plain cycle under the current load, by these coefficients."""
         return costs.fixed + costs.session * self.num_waiting + costs.others_row * self.others_rows
 
+    @property
+    def added_rows(self) -> Sequence[float]:
+        """What 0, 1, 2, ... proposed tokens add under the current load, in units of `Costs.row`."""
+        return self.rows.added(self.num_waiting + self.others_rows)
+
     def price(self, costs: Costs) -> float:
         """Return the tokens that the other sessions lose by a row of this one's."""
         return self.num_waiting * self.tokens_per_s * costs.others_row
@@ -184,7 +183,7 @@ class CostModel:
         if by_other or cycle.is_first or is_entry or cycle.draft_failed or cycle.cost_s <= 0:
             return
         self._num_cycles += 1
-        work = _work_of(cycle)
+        work = _work_of(cycle, self.rows)
         self.num_waiting += RATE * (work.session - self.num_waiting)
         self.others_rows += RATE * (work.others_row - self.others_rows)
         if self._num_cycles <= HOLD:
@@ -200,7 +199,7 @@ class CostModel:
         self.mean = mean._replace(
             draft=mean.draft + rate * (PRIOR.draft * mean.fixed - mean.draft),
             forward=mean.forward + rate * (PRIOR.forward * mean.fixed - mean.forward),
-            row=mean.row + rate * (PRIOR.row * mean.fixed - mean.row),
+            row=mean.row + rate * (self.rows.mean * mean.fixed - mean.row),
         )
 
     def _measure_speed(self, cycle: Cycle, work: Costs, share: float) -> None:
@@ -212,8 +211,9 @@ class CostModel:
     def _fit(self, cycle: Cycle, work: Costs, share: float, was_plain: bool) -> None:
         seconds = cycle.cost_s
         if not self.is_known:
-            unit = seconds / _dot(work, PRIOR)
-            self.mean = Costs(*[value * unit for value in PRIOR])
+            prior = PRIOR._replace(row=self.rows.mean)
+            unit = seconds / _dot(work, prior)
+            self.mean = Costs(*[value * unit for value in prior])
             for i, variance in enumerate(_VARIANCE):
                 self.covariance[i][i] = variance * unit**2
         expected = _dot(work, self.mean)
@@ -302,7 +302,7 @@ def _share(cycle: Cycle) -> float:
     return 1.0 / max(1, cycle.timing.batch_size) if cycle.timing is not None else 1.0
 
 
-def _work_of(cycle: Cycle) -> Costs:
+def _work_of(cycle: Cycle, row_costs: RowCosts) -> Costs:
     """Return how much of each kind of work a cycle had, that of the sessions that it waited for included."""
     forwards = 0
     if cycle.num_drafted > 0 and cycle.shape.drafter.is_model:
@@ -319,11 +319,10 @@ def _work_of(cycle: Cycle) -> Costs:
         fixed=1.0,
         draft=float(forwards > 0),
         forward=float(forwards),
-        row=float(cycle.num_drafted),
+        row=row_costs.added(sessions + rows)[cycle.num_drafted],
         session=sessions,
         others_row=rows,
         others_prompt=prompts,
-        further_row=float(max(0, cycle.num_drafted - KNEE)),
     )
 
 

@@ -15,6 +15,7 @@ from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import CostModel
 from orchestrator.control.either import EitherModel
 from orchestrator.control.fixed import FixedGamma, Reason
+from orchestrator.control.row_costs import RowCosts
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.corpus import Corpus
 from orchestrator.drafting.grammar import GrammarDrafter
@@ -25,7 +26,14 @@ from orchestrator.drafting.session_drafter import Controller, DrafterChoice, Mod
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.verifier import VERIFY_TIMEOUT_S, TargetPool, has_head, takes_trees
+from orchestrator.workers.verifier import (
+    VERIFY_TIMEOUT_S,
+    TargetPool,
+    has_forward_times,
+    has_head,
+    info_of,
+    takes_trees,
+)
 
 PROPOSE_TIMEOUT_S = 2.0
 """Longest wait for one proposal, after which the cycle continues without one; usual delays lower it, see
@@ -52,6 +60,7 @@ class Drafting:
         self._settings, self._pool, self._vocab_size = settings, pool, vocab_size
         self._targets = targets
         self._costs = {kind: CostModel() for kind in DrafterKind if kind.is_model}
+        self._has_rows = False
         # Proposals from past outputs are a shared cache: without prefix caching nothing is shared.
         max_tokens = MAX_CORPUS_TOKENS if settings.prefix_caching else 0
         self.corpus = Corpus(max_tokens, TENANT_SHARE, settings.session_ttl_s)
@@ -71,6 +80,7 @@ class Drafting:
         settings, policy = self._settings, request.gamma
         session.takes_trees = self._takes_trees
         models = self._models(request, spec)
+        self._measure_rows()
         if DrafterKind.HEAD in models:
             session.uses_head, session.has_head = True, self._has_head
         max_text = policy.fixed or policy.max_gamma or (MAX_TEXT_GAMMA if settings.max_gamma > 0 else 0)
@@ -106,6 +116,13 @@ class Drafting:
         ):
             allowed = "another drafter: no target worker of this cluster has a head (head)"
             raise InvalidArgumentError("drafter", request.drafter.value, allowed)
+
+    def _measure_rows(self) -> None:
+        """Take what rows cost from a target worker that has timed them, once."""
+        if not self._has_rows and (link := self._targets.pick_any(has_forward_times)) is not None:
+            self._has_rows = True
+            for costs in self._costs.values():
+                costs.rows = RowCosts(info_of(link).forward_s)
 
     def _models(self, request: GenerationRequest, spec: pb.SessionSpec) -> dict[DrafterKind, ModelDrafter]:
         found: dict[DrafterKind, ModelDrafter] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.demo_pair import early_exit_layers
 from gammaray.engines import EngineFacts
@@ -10,6 +12,7 @@ from services.engine.engine import Engine
 from services.engine.loader import load_worker_engine
 from services.engines.interface import Served, target_model
 from services.own.draft_scheduler import DraftScheduler
+from services.own.forward_times import forward_times
 from services.own.head_loading import check_local_drafter, load_learning_drafter, load_local_drafter
 from services.own.lookahead import measure_rows
 from services.own.target_scheduler import TargetScheduler
@@ -41,7 +44,8 @@ class OwnEngine:
             head = load(settings, engine)
         grammars, ahead = Grammars(path, engine.vocab_size), settings.draft_ahead
         scheduler = TargetScheduler(engine, limits, grammars, head, draft_ahead=ahead)
-        return Served(target_model(path, settings, self.facts, engine), scheduler)
+        model = replace(target_model(path, settings, self.facts, engine), forward_s=forward_times(engine))
+        return Served(model, scheduler)
 
     def load_draft(self, path: str, target: str, settings: DraftSettings, limits: Limits) -> Served:
         engine = load_worker_engine(path, settings, draft_for=target)

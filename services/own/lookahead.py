@@ -8,14 +8,14 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from services.engine.core.batch import SequenceInput
 from services.engine.core.device import raise_if_lost
 from services.engine.core.errors import CacheFullError
 from services.engine.engine import Engine
+from services.own.forward_times import time_forward
 from services.scheduling.scheduler import BlockQueue
 from services.scheduling.tasks import AheadWork, Prepared, ProposeTask, Reply
 from services.speculation.outcomes import AHEAD_ROWS, MAX_LEVELS, SESSION_ROWS, OutcomeSet
@@ -34,8 +34,6 @@ GPU, which reads its weights once for all of them."""
 CROWD = 2
 """Sessions per row of a forward beyond which nothing is prepared: it would hardly ever be whole in time."""
 
-_TRIALS = 3
-_TRIAL_SESSION = "rows"
 _TRIAL_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -70,24 +68,13 @@ def can_use_idle_priority() -> bool:
 def measure_rows(engine: Engine) -> tuple[int, float]:
     """Return how many tokens a forward of draft-ahead has at most, and its seconds over a run's per token."""
     with suppress(CacheFullError):
-        one_s = min(_time_forwards(engine, 1))
-        run_s = min(_time_forwards(engine, RUN, is_run=True)) / RUN if engine.can_chain else one_s
+        one_s = time_forward(engine, 1)
+        run_s = time_forward(engine, RUN, is_run=True) / RUN if engine.can_chain else one_s
         for size in MANY_ROWS:
-            if (many_s := min(_time_forwards(engine, size))) <= MAX_SLOWDOWN * one_s:
+            if (many_s := time_forward(engine, size)) <= MAX_SLOWDOWN * one_s:
                 return size, many_s / run_s
-        return AHEAD_ROWS, min(_time_forwards(engine, AHEAD_ROWS)) / run_s
+        return AHEAD_ROWS, time_forward(engine, AHEAD_ROWS) / run_s
     return AHEAD_ROWS, math.inf
-
-
-def _time_forwards(engine: Engine, size: int, *, is_run: bool = False) -> Iterator[float]:
-    count = min(size, engine.max_context)
-    feed = SequenceInput(_TRIAL_SESSION, 0, [0] * count, count)
-    for _ in range(_TRIALS):
-        start = time.perf_counter()
-        logits = engine.chain(feed)[1] if is_run else engine.step([feed])[0]
-        logits[0, 0].item()  # waits for the device
-        yield time.perf_counter() - start
-        engine.release(_TRIAL_SESSION)
 
 
 class Lookahead:

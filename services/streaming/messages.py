@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class Model:
     kernel: str = ""  # implementation of its forwards, see `Engine.kernel`
     identity: str = ""  # of a target's weights and arithmetic, see `model_identity`; empty: unknown
     takes_trees: bool = True  # whether a target verifies trees
+    forward_s: Sequence[float] = ()  # of a target's forwards over 1, 2, 4, 8, ... tokens; empty: not measured
     adapters: Mapping[str, str] = field(default_factory=dict)  # a target's identity with each LoRA adapter
 
 

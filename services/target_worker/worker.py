@@ -62,6 +62,7 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
             head=self._head,
             grammar_identity=grammar_identity(),
             takes_trees=self._model.takes_trees,
+            forward_s=self._model.forward_s,
             adapters=self._model.adapters,
         )
 

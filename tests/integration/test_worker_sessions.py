@@ -17,9 +17,10 @@ from gammaray.errors import (
     UnavailableError,
 )
 from gammaray.grammar.matcher import grammar_identity
-from gammaray.types import GammaPolicy, GenerationRequest, Proposal
+from gammaray.types import ADAPTIVE, DrafterKind, GammaPolicy, GenerationRequest, Proposal
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
+from orchestrator.control.fixed import Reason
 from orchestrator.cycle.run import run_cycle
 from orchestrator.drafting.factory import Drafting
 from orchestrator.workers.drafter import Readiness
@@ -383,3 +384,20 @@ async def test_draft_worker_is_asked_for_trees_only_where_a_target_takes_them(ta
                 await run_cycle(session, drafter, verifier, choice)
     assert emitted(session) == continuation(PROMPT, 10)
     assert {block.max_nodes for block in draft.blocks} == ({8} if takes_trees else {0})
+
+
+@pytest.mark.parametrize(("forward_s", "is_short"), [([], False), ([1.0, 1.0, 1.0, 500.0, 1500.0], True)])
+async def test_first_gammas_follow_what_a_target_says_of_its_forwards(forward_s, is_short):
+    async with scripted("target", forward_s=forward_s) as target, scripted("draft") as draft:
+        async with fleet_of(target, draft) as fleet:
+            session, request = make_session(max_tokens=60), GenerationRequest(prompt=PROMPT, gamma=ADAPTIVE)
+            drafting = Drafting(OrchestratorSettings(), fleet.drafts, fleet.targets, VOCAB)
+            spec = session_spec(session, frozenset(), shares_caches=True)
+            drafter, choice = drafting.open(session, request, spec)
+            verifier, gammas = clients(fleet, session)[1], []
+            while session.finish_reason is None:
+                cycle = await run_cycle(session, drafter, verifier, choice)
+                if cycle.shape.drafter is DrafterKind.MODEL and cycle.shape.reason == Reason.BEST.value:
+                    gammas.append(cycle.gamma)
+    assert gammas
+    assert (max(gammas) <= 3) is is_short

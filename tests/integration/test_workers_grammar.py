@@ -91,7 +91,10 @@ def models(tmp_path_factory, tokenizer, size):
 @pytest.fixture
 async def target(models):
     async with running("target", models[0], deterministic=True) as (link, _):
-        assert (await link.info()).grammar_identity == grammar_identity()
+        info = await link.info()
+        assert info.grammar_identity == grammar_identity()
+        assert len(info.forward_s) == 5
+        assert min(info.forward_s) > 0
         yield link
 
 

@@ -32,7 +32,7 @@ class World:
         draft: A forward of the draft model: rho.
         network: One way, to each worker.
         per_token: Cost of each proposed token in the target's forward.
-        further: Additional cost of each token after the fourth.
+        further: Additional cost of each proposed token after the third.
         per_draft_node: Cost of each node off the longest path in drafting, in draft forwards.
         other: Further cost of a cycle.
         ahead: Probability that a proposal was prepared, when the cycle before had one too.
@@ -93,7 +93,12 @@ class World:
         return (shape.depth + off_path * self.per_draft_node) * self.draft * self.slow_draft
 
     def step_s(self, num_tokens: int) -> float:
-        return 1.0 + (num_tokens - 1) * self.per_token + max(0, num_tokens - 5) * self.further
+        return 1.0 + (num_tokens - 1) * self.per_token + max(0, num_tokens - 4) * self.further
+
+    @property
+    def forward_s(self) -> list[float]:
+        """What the target worker says of its forwards over 1, 2, 4, 8 and 16 tokens."""
+        return [self.step_s(2**size) * UNIT_S for size in range(5)]
 
     def cycle_s(self, shape: Shape) -> float:
         wait = self.draft_s(shape) + 2 * self.network + self.step_s(1 + self.num_nodes(shape))

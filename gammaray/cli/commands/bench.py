@@ -8,9 +8,8 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from gammaray.bench.page import page
 from gammaray.bench.prompts import NUM_PROMPTS, own_prompts
-from gammaray.bench.provenance import provenance, write_result
+from gammaray.bench.provenance import write_result
 from gammaray.bench.run import BenchSettings, run_bench
 from gammaray.bench.systems import parse_gamma
 from gammaray.bench.tables import show_point
@@ -46,11 +45,6 @@ def _gamma(text: str) -> str:
 )
 @click.option("--temperatures", default="0,1", callback=list_of(temperature, "numbers such as 0 or 0.7"))
 @click.option("--json", "out", type=NEW_FILE, help="File for the result.")
-@click.option(
-    *("--html", "page_file"),
-    type=NEW_FILE,
-    help="File for a page with charts: speed by gamma and category, acceptance by depth, latency.",
-)
 def bench(**options: Any) -> None:
     """Measure a running cluster: speed, acceptance and latency by gamma.
 
@@ -79,6 +73,3 @@ def bench(**options: Any) -> None:
         )
     if options["out"] is not None:
         click.echo(f"written: {write_result('bench', result, options['out'])}")
-    if options["page_file"] is not None:
-        options["page_file"].write_text(page({"provenance": provenance(), **result}), encoding="utf-8")
-        click.echo(f"written: {options['page_file']}")

@@ -43,7 +43,7 @@ class ScriptedWorker:
     Args:
         role: "target" or "draft".
         vocab_size: Vocabulary size that it reports; also `sha`, `max_context`, and a target's `identity`,
-            `grammars`, `takes_trees`, `adapters` and `protocols` (oldest, newest).
+            `grammars`, `takes_trees`, `forward_s`, `adapters` and `protocols` (oldest, newest).
 
     Attributes:
         on_block: Called with each block; returns a result, several, or None to stay silent.
@@ -64,6 +64,7 @@ class ScriptedWorker:
         identity: str = "",
         grammars: str = "",
         takes_trees: bool = False,
+        forward_s: Sequence[float] = (),
         adapters: Mapping[str, str] | None = None,
         protocols: tuple[int, int] = (0, 0),
     ) -> None:
@@ -83,7 +84,7 @@ class ScriptedWorker:
         self._info["vocab_sha256"] = sha
         self._info["oldest_protocol"], self._info["protocol"] = protocols
         self.identity, self.grammars = identity, grammars
-        self.takes_trees, self.adapters = takes_trees, adapters or {}
+        self.takes_trees, self.forward_s, self.adapters = takes_trees, forward_s, adapters or {}
         self._server: grpc.aio.Server | None = None
         self.address = ""
 
@@ -125,7 +126,8 @@ class ScriptedWorker:
     async def GetTargetInfo(self, request, context):
         await self.runs.wait()
         own = {"model_identity": self.identity, "grammar_identity": self.grammars, "adapters": self.adapters}
-        return target_pb.GetTargetInfoResponse(**self._about(), **own, takes_trees=self.takes_trees)
+        own |= {"takes_trees": self.takes_trees, "forward_s": self.forward_s}
+        return target_pb.GetTargetInfoResponse(**self._about(), **own)
 
     async def GetDraftInfo(self, request, context):
         await self.runs.wait()

@@ -1,8 +1,7 @@
-"""Measurements: order, ratios, equality, gaps between tokens, loops and own prompts; the page of a result."""
+"""Measurements: order, ratios, equality, gaps between tokens, loops, own prompts and charts."""
 
 import asyncio
 import random
-import re
 import sys
 import time
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 
 from gammaray.bench.loops import loops_line, repeated_share, without_loops
 from gammaray.bench.measure import PLAIN, Samples, Turn, differences, loads, measure
-from gammaray.bench.page import page
 from gammaray.bench.prompts import NUM_PROMPTS, fingerprint, own_prompts
 from gammaray.bench.provenance import provenance
 from gammaray.bench.rows import gap_figures, gaps, row
@@ -279,54 +277,3 @@ def test_bars_stay_in_the_picture_at_every_scale(largest):
     (bar,) = (rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None)
     assert float(bar.attrib["y"]) >= 58 - 0.1
     assert 2 <= sum(path.attrib.get("class") == "g" for path in root.iter(f"{SVG}path")) <= 8
-
-
-def page_row(name: str, over_plain: float) -> dict[str, Any]:
-    return {
-        "system": f"gammaray-{name}",
-        "tokens_per_s": {"median": 50 * over_plain, "values": [50 * over_plain]},
-        "over_plain": {"median": over_plain, "values": [over_plain]},
-        "speculation": {
-            "tokens_per_cycle": 2.0, "alpha": 0.5, "acceptance_rate": 0.4, "gamma_mean": 3.0,
-            "accepted_lengths": [10] if name == "0" else [5, 3, 2],
-        },
-        "first_token_ms": {"p50": 12.5, "p99": 40.0},
-        "between_tokens": {"p50_ms": 1.0, "p95_ms": 2.0, "p99_ms": 3.0},
-    }  # fmt: skip
-
-
-def test_page_has_every_chart_of_every_point_and_asks_nothing_of_the_network():
-    result = {
-        "provenance": {
-            "date_utc": "2026-01-31T00:00:00Z",
-            "command": "gammaray bench --prompt <b>",
-            "hardware": {"cpu": "CPU & co", "cores": 2, "gpu": None},
-            "versions": {"gammaray": "1.0"},
-        },
-        "models": {"target": "big", "draft": "small"},
-        "points": [
-            {
-                "temperature": 0.7,
-                "rows": [page_row("0", 1.0), page_row("4", 1.5), page_row("adaptive", 1.25)],
-                "equality": {"compared": 8, "equal": 8, "different": []},
-                "loops": {"repeated_share": [[0.9], [0.1]], "num_loops": 1, "kept": [1]},
-                "categories": {
-                    "code": {"gammaray-0": 1.0, "gammaray-4": 2.5},
-                    "prose": {"gammaray-0": 1.0, "gammaray-4": 1.1},
-                },
-            }
-        ],
-    }
-    text = page(result)
-    speed, depth, latency = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert bars(speed).keys() >= {"gamma 4, all: 1.50", "gamma 4, code: 2.50", "adaptive, all: 1.25"}
-    assert "draft tokens" in depth
-    assert "gamma 4" in depth
-    assert "gamma 0" not in depth
-    assert bars(latency)["gamma 0, gap p95: 2.00"] > 0
-    assert "8 of 8 completions" in text
-    assert "1 of 2 completions repeat themselves" in text
-    assert "--prompt &lt;b&gt;" in text
-    assert "CPU &amp; co" in text
-    assert not re.search(r"""(src|href)=|url\(|@import|<script""", text)
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")

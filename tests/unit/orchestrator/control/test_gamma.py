@@ -10,6 +10,7 @@ from gammaray.blocks import Shape, VerifyTiming
 from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma, Reason
+from orchestrator.control.row_costs import RowCosts
 from tests.support.control_simulation import (
     MODEL_ONLY,
     UNIT_S,
@@ -24,8 +25,11 @@ from tests.support.control_simulation import (
 CHAINS, SHAPES = candidates(8, 0), candidates(8, 32)
 
 
-def adaptive(seed: int, max_nodes: int = 0) -> AdaptiveGamma:
-    return AdaptiveGamma(8, CostModel(random.Random(seed)), max_nodes)
+def adaptive(seed: int, max_nodes: int = 0, world: World | None = None) -> AdaptiveGamma:
+    costs = CostModel(random.Random(seed))
+    if world is not None:
+        costs.rows = RowCosts(world.forward_s)
+    return AdaptiveGamma(8, costs, max_nodes)
 
 
 FURTHER = {"draft": 0.01, "network": 0.0, "per_token": 0.03, "further": 0.12}
@@ -61,7 +65,7 @@ def test_adaptive_gamma_reaches_a_share_of_the_oracles_speed(world, max_nodes, n
     """In the 400 cycles that follow 200 of a fresh replica, whose drafter starts cold."""
     best, shares = world.speed(world.best(SHAPES if max_nodes else CHAINS)), []
     for seed in range(num_seeds):
-        controller, session = adaptive(seed, max_nodes), Lone(random.Random(seed), cold_drafts=5)
+        controller, session = adaptive(seed, max_nodes, world), Lone(random.Random(seed), cold_drafts=5)
         drive(controller, world, 200, session)
         shares.append(drive(controller, world, 400, session, is_new=False).speed / best)
     assert sum(shares) / len(shares) >= least, shares
@@ -233,7 +237,7 @@ def played(world: World, num_cycles: int, seed: int = 1) -> CostModel:
 
 def seconds(costs: CostModel, depth: int) -> float:
     mean = costs.mean
-    return mean.fixed + mean.draft + mean.forward * depth + mean.rows_s(depth)
+    return mean.fixed + mean.draft + mean.forward * depth + mean.row * costs.added_rows[depth]
 
 
 @pytest.mark.parametrize("world", [World(spikes=0.0), World(draft=0.4, per_token=0.1), World(network=1.0)])

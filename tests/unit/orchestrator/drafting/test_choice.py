@@ -13,6 +13,7 @@ from gammaray.types import DrafterKind, Proposal
 from orchestrator.control.adaptive import AdaptiveGamma
 from orchestrator.control.costs import CostModel
 from orchestrator.control.fixed import FixedGamma
+from orchestrator.control.row_costs import RowCosts
 from orchestrator.cycle.types import Candidates, Match
 from orchestrator.drafting.head import TargetHead
 from orchestrator.drafting.session_drafter import DrafterChoice, SessionDrafter
@@ -113,6 +114,7 @@ def test_matches_are_learned_from_what_the_model_emits():
 def test_matches_end_where_further_rows_cost_more():
     world = World(spikes=0.0, draft=0.01, network=0.0, per_token=0.03, further=0.17)
     costs = CostModel(random.Random(1))
+    costs.rows = RowCosts(world.forward_s)
     session, controller = Lone(random.Random(1)), AdaptiveGamma(0, costs, max_match=TEXT_DEPTH)
     found = Candidates(matches=[Finds().match])
     for index in range(600):  # short proposals of the draft model, and now and then a long match
@@ -129,6 +131,28 @@ def test_matches_end_where_further_rows_cost_more():
         costs.renew()
         depths.append(controller.next_shape(found).depth)
     assert sum(depths) / len(depths) < 4.5
+
+
+@pytest.mark.parametrize(("catch_up", "least", "most"), [(0.0, 0.6, 1.0), (2.0, 0.0, 0.2)])
+def test_match_takes_the_time_in_which_the_model_catches_up(catch_up, least, most):
+    world, rng, was_model = World(spikes=0.0, noise=0.1, catch_up=catch_up), random.Random(1), False
+    controller = AdaptiveGamma(4, CostModel(random.Random(1)), max_match=4)
+    matched = []
+    for index in range(900):
+        matches = [Finds(num_tokens=4).match] if index % 3 == 2 else []
+        shape = controller.next_shape(Candidates((MODEL,), matches))
+        is_model = shape.drafter is MODEL and shape.depth > 0
+        draft = world.draft_s(shape) + (0.0 if was_model else catch_up) if is_model else 0.0
+        levels = replace(world, alpha=0.7 if is_model else 0.85).walk(shape, rng)
+        step = world.step_s(1 + shape.depth) * max(0.5, rng.gauss(1.0, 0.1))
+        cycle = make_cycle(
+            shape, levels, shape.depth, draft=draft, verify=step, other=world.other, is_first=index == 0
+        )
+        controller.observe(replace(cycle, token_ids=tuple(range(len(cycle.token_ids)))))
+        was_model = is_model
+        if matches and index >= 300:
+            matched.append(shape.drafter is SUFFIX)
+    assert least <= sum(matched) / len(matched) <= most
 
 
 @pytest.mark.parametrize(("others", "least", "most"), [(0.0, 0.0, 0.2), (1.0, 0.8, 1.0)])
