@@ -49,32 +49,6 @@ class TinyModel:
         return torch.tensor([self.distribution(context) for context in contexts], dtype=torch.float64).log()
 
 
-class Fixed(TinyModel):
-    """The same distribution in every context."""
-
-    def __init__(self, *distribution: float) -> None:
-        super().__init__(len(distribution), 0)
-        self._distribution = list(distribution)
-
-    def distribution(self, context: Sequence[int]) -> list[float]:
-        return self._distribution
-
-
-class Blend(TinyModel):
-    """A draft: (1 - share) of the target's distribution and `share` of its own."""
-
-    def __init__(self, target: TinyModel, seed: int, share: float) -> None:
-        super().__init__(target.vocab_size, seed)
-        self._target, self._share = target, share
-
-    def distribution(self, context: Sequence[int]) -> list[float]:
-        own = super().distribution(context)
-        return [
-            (1 - self._share) * p + self._share * q
-            for p, q in zip(self._target.distribution(context), own, strict=True)
-        ]
-
-
 @dataclass
 class ScriptedNoise:
     """Noise whose every number is written down."""
