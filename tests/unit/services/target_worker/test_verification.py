@@ -15,7 +15,7 @@ from services.engine.sampling.noise import Noise
 from services.scheduling.tasks import SessionSpec
 from services.verification.rules import cut_before, is_accepted, verify
 from services.verification.verdicts import judge
-from tests.support.maths_helpers import GREEDY, SAMPLED, ScriptedNoise, TinyModel, rows_of
+from tests.support.maths_helpers import GREEDY, SAMPLED, ScriptedNoise
 from tests.support.processing_helpers import small_compiler
 
 COUPLED, REJECTION, NAIVE, BLOCK = VerificationMethod
@@ -157,42 +157,6 @@ def test_verify_token_outside_its_distribution_is_resampled_from_the_target(meth
         )
         expected = int((rows[0] + noise.residual_gumbel(base)).argmax())
         assert verdict == Verdict((), expected, CORRECTION, 1)
-
-
-def random_proposal(rng, method, vocab_size):
-    size = rng.randrange(0, 6)
-    token_ids = tuple(rng.randrange(vocab_size) for _ in range(size))
-    parents = distributions = None
-    if size and method is COUPLED and rng.random() < 0.7:
-        parents = tuple(rng.randrange(-1, node) for node in range(size))
-    if size and rng.random() < 0.7:
-        distributions = tuple(random_distribution(rng, vocab_size) for _ in range(size))
-    return Proposal(token_ids, parents, distributions)
-
-
-def random_distribution(rng, vocab_size):
-    bits, size = rng.randint(3, 24), rng.randint(1, vocab_size)
-    cuts = sorted(rng.sample(range(1, 1 << bits), size - 1))
-    weights = [b - a for a, b in zip([0, *cuts], [*cuts, 1 << bits], strict=True)]
-    return SparseDistribution(tuple(rng.sample(range(vocab_size), size)), tuple(weights), bits)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
-def test_verify_any_wellformed_proposal_makes_progress_within_the_support(method, params):
-    rng, target = random.Random(method.value), TinyModel(VOCAB, 4, zeros=0.5)
-    for case in range(400):
-        proposal = random_proposal(rng, method, VOCAB)
-        rows, context = rows_of(target, (case,), proposal), (case,)
-        verdict = verify(method, rows, proposal, params, Noise(case, 0, VOCAB), 3)
-        parent = -1
-        for node in verdict.accepted_path:
-            assert (node - 1 if proposal.parents is None else proposal.parents[node]) == parent
-            assert target.distribution(context)[proposal.token_ids[node]] > 0
-            context, parent = (*context, proposal.token_ids[node]), node
-        assert target.distribution(context)[verdict.next_token_id] > 0
-        is_failed = verdict.next_origin is CORRECTION
-        assert verdict.num_tested == len(verdict.accepted_path) + is_failed
 
 
 @pytest.mark.parametrize("method", METHODS)
