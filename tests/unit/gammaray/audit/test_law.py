@@ -299,15 +299,6 @@ def largest(probs, factors, rng, num_tokens):
     return (most + np.log(np.exp(wealth - most[:, None]).sum(1))).max()
 
 
-@pytest.mark.statistical
-def test_honest_server_is_rejected_with_at_most_alpha():
-    """With a probability of exactly 0.1, 400 audits have at most 56 rejections with probability 0.995."""
-    _, probs, factors = table_of(40)
-    rng = np.random.default_rng(5)
-    rejected = sum(largest(probs, factors, rng, 400) >= math.log(10) for _ in range(400))
-    assert rejected <= 56
-
-
 @pytest.mark.slow
 @pytest.mark.statistical
 def test_smallest_detectable_share_is_found_with_the_power_that_is_promised():
