@@ -318,21 +318,6 @@ async def test_stream_get_and_session_agree(api, client):
         await api.orchestrator.sessions.get(last.id, ANONYMOUS)
 
 
-async def test_next_response_reuses_the_cache_of_the_one_before(client):
-    text = "Write a function that reads the lines of a file. " * 4
-    first = await client.responses.create(input=text, **RESPONSE)
-    second = await client.responses.create(input="And now?", previous_response_id=first.id, **RESPONSE)
-    assert second.usage.input_tokens > first.usage.input_tokens
-    assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens // 2
-    items = [
-        {"role": "user", "content": text},
-        *first.to_dict()["output"],
-        {"role": "user", "content": "And now?"},
-    ]
-    by_items = await client.responses.create(input=items, **RESPONSE)
-    assert by_items.output_text == second.output_text
-
-
 async def test_deleted_while_it_runs_the_response_fails(api, client):
     options = {**RESPONSE, "max_output_tokens": 400, "extra_body": {"seed": 3, "min_tokens": 400}}
     begun = asyncio.get_running_loop().create_future()
