@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gammaray.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gammaray.learning.consents import OPEN, SHARED, TENANT, Consent, Consents, confirmed
@@ -42,11 +42,6 @@ TENANTS_FILE, NOTES_FILE, LOCK_FILE = "tenants.json", "training.json", "trainer.
 _Model = TypeVar("_Model", bound=BaseModel)
 
 Status = Literal["candidate", "stable", "former", "rolled back", "deleted", "retired"]
-
-
-def _numbered(tenants: Any) -> Any:
-    """Versions of gammaray 0.2 name tenants only."""
-    return tenants if isinstance(tenants, dict) else dict.fromkeys(tenants, 0)
 
 
 def _is_drafter(name: str) -> bool:
@@ -101,7 +96,7 @@ class Version(BaseModel):
     parent: int  # the version that its training began with; 0 is the drafter of the start
     created_at: datetime  # when it was published
     # Tenants whose streams it, or one before it, was trained on, with the numbers of their consents.
-    tenants: Annotated[dict[str, int], BeforeValidator(_numbered)]
+    tenants: dict[str, int]
     tokens: int  # tokens of completions that its training could draw from
     expected: float  # tokens per proposal that held-out streams expect, of five
     parent_expected: float  # the same of its parent
