@@ -2,7 +2,8 @@
 
     python -m benchmarks.replay --prompts 1     # a minute: the demo pair
     python -m benchmarks.replay --target build/models/qwen2.5-coder-1.5b \
-        --draft build/models/qwen2.5-coder-0.5b --skip 1      # twelve minutes, after `make qwen`
+        --draft build/models/qwen2.5-coder-0.5b --skip 1      # ten minutes, after `make qwen`
+    python -m benchmarks.replay --result benchmarks/results/replay-2026-11-30.json     # without models
 
 A cluster completes prompts of each category with a fixed gamma. At which positions the draft's token is the
 target's does not depend on gamma, as verification is coupled. Further completions measure what cycles cost at
@@ -15,11 +16,13 @@ text take no part.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,12 +243,22 @@ async def collect(client: AsyncClient, options: Any, console: Console) -> tuple[
     return texts, costs_of(by_gamma)
 
 
+def load(path: Path) -> tuple[list[Text], CycleCosts]:
+    """Return the texts and costs of a result."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    texts = [Text(**{**text, "is_agreed": tuple(text["is_agreed"])}) for text in found["texts"]]
+    return texts, CycleCosts(**found["costs"])
+
+
 async def run(options: Any) -> dict[str, Any]:
-    """Collect and replay; return the result, JSON-ready."""
+    """Collect, unless a result is given, and replay; return the result, JSON-ready."""
     console = Console()
-    console.print("starting the cluster ...")
-    async with connected(options.target, options.draft, weights=options.draft_weights) as client:
-        texts, costs = await collect(client, options, console)
+    if options.result is not None:
+        texts, costs = load(Path(options.result))
+    else:
+        console.print("starting the cluster ...")
+        async with connected(options.target, options.draft, weights=options.draft_weights) as client:
+            texts, costs = await collect(client, options, console)
     rows = replay(texts, costs, options.repetitions)
     table = plain_table(
         "adaptive over the best fixed gamma", ["text", "T", "best", "x gamma 0", "new", "known", "gamma"]
@@ -286,6 +299,7 @@ def main() -> None:
     parser.add_argument(
         "--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 1.0]
     )
+    parser.add_argument("--result", help="whose texts and costs are played again")
     parser.add_argument("--repetitions", type=int, default=40, help="of each replay (default: 40)")
     options = parser.parse_args()
     result = run_or_exit(run(options))

@@ -27,7 +27,7 @@ RESULTS = HERE.parent / "benchmarks" / "results"
 SPEED = "peers-2026-11-27-6"
 PLAIN = "gammaray-0"
 
-PAIR = {"draft worker": "peers-2026-11-30-3", "in turn": "peers-2026-11-30-4"}
+PAIR = {"draft worker": "peers-2026-11-30-5", "in turn": "peers-2026-11-30-4"}
 """Way of drafting -> result."""
 
 Result = dict[str, Any]
