@@ -43,7 +43,7 @@ SPEED: _Columns = {
     "accepted": _figure("speculation", "acceptance_rate"),
     "gamma": _figure("speculation", "gamma_mean"),
 }
-"""Speed and acceptance: also the table of the page."""
+"""Speed and acceptance."""
 
 _LATENCY: _Columns = {
     "system": _system,

@@ -80,7 +80,7 @@ class Drafting:
         settings, policy = self._settings, request.gamma
         session.takes_trees = self._takes_trees
         models = self._models(request, spec)
-        self._measure_rows()
+        self._take_row_costs()
         if DrafterKind.HEAD in models:
             session.uses_head, session.has_head = True, self._has_head
         max_text = policy.fixed or policy.max_gamma or (MAX_TEXT_GAMMA if settings.max_gamma > 0 else 0)
@@ -117,8 +117,8 @@ class Drafting:
             allowed = "another drafter: no target worker of this cluster has a head (head)"
             raise InvalidArgumentError("drafter", request.drafter.value, allowed)
 
-    def _measure_rows(self) -> None:
-        """Take what rows cost from a target worker that has timed them, once."""
+    def _take_row_costs(self) -> None:
+        """Take what rows cost from a target worker that has timed its forwards, once: later costs are in its units."""
         if not self._has_rows and (link := self._targets.pick_any(has_forward_times)) is not None:
             self._has_rows = True
             for costs in self._costs.values():
