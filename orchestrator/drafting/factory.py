@@ -118,7 +118,7 @@ class Drafting:
             raise InvalidArgumentError("drafter", request.drafter.value, allowed)
 
     def _take_row_costs(self) -> None:
-        """Take what rows cost from a target worker that has timed its forwards, once: later costs are in its units."""
+        """Take what rows cost from a target worker that has timed its forwards; once, as it sets a unit."""
         if not self._has_rows and (link := self._targets.pick_any(has_forward_times)) is not None:
             self._has_rows = True
             for costs in self._costs.values():
