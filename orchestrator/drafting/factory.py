@@ -26,14 +26,7 @@ from orchestrator.drafting.session_drafter import Controller, DrafterChoice, Mod
 from orchestrator.drafting.suffix_decoding import SuffixDrafter
 from orchestrator.workers.drafter import RemoteDrafter
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.verifier import (
-    VERIFY_TIMEOUT_S,
-    TargetPool,
-    has_forward_times,
-    has_head,
-    info_of,
-    takes_trees,
-)
+from orchestrator.workers.verifier import VERIFY_TIMEOUT_S, TargetPool, has_head, info_of, takes_trees
 
 PROPOSE_TIMEOUT_S = 2.0
 """Longest wait for one proposal, after which the cycle continues without one; usual delays lower it, see
@@ -119,7 +112,8 @@ class Drafting:
 
     def _take_row_costs(self) -> None:
         """Take what rows cost from a target worker that has timed its forwards; once, as it sets a unit."""
-        if not self._has_rows and (link := self._targets.pick_any(has_forward_times)) is not None:
+        link = None if self._has_rows else self._targets.pick_any(lambda link: bool(info_of(link).forward_s))
+        if link is not None:
             self._has_rows = True
             for costs in self._costs.values():
                 costs.rows = RowCosts(info_of(link).forward_s)

@@ -104,11 +104,6 @@ def takes_trees(link: WorkerConnection[Any, Any]) -> bool:
     return info_of(link).takes_trees
 
 
-def has_forward_times(link: WorkerConnection[Any, Any]) -> bool:
-    """Return whether the worker's last info has times of its forwards."""
-    return bool(info_of(link).forward_s)
-
-
 def of_identity(identity: str, grammars: str = "", adapter: str = "") -> Callable[[TargetLink], bool]:
     """Return a predicate: whether a worker may continue a session; empty arguments suit any worker.
 
