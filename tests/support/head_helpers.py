@@ -1,4 +1,10 @@
-"""Heads in the published formats, made from those that `speculators` wrote."""
+"""Heads in the published formats, made from those that `speculators` wrote.
+
+tests/data/heads holds random weights in classes of `speculators` 0.9.0 and the logits that these gave:
+[step, row] of "logits" is after the row's feature, its token and `step` further ones. The library leaves out
+what is the target's; for DFlash it is in shared.safetensors. The script, which needs the library, is in this
+repository's history at f6d64936 as tests/data/heads/make.py.
+"""
 
 import json
 from collections.abc import Callable
