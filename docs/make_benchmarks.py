@@ -27,9 +27,6 @@ RESULTS = HERE.parent / "benchmarks" / "results"
 SPEED = "peers-2026-11-27-6"
 PLAIN = "gammaray-0"
 
-PAIR = {"draft worker": "peers-2026-11-30-5", "in turn": "peers-2026-11-30-4"}
-"""Way of drafting -> result."""
-
 Result = dict[str, Any]
 Table = Callable[[Result], Iterator[str]]
 
@@ -94,25 +91,19 @@ def speed(result: Result) -> Iterator[str]:
     yield from table(("", *columns), speeds)
 
 
-def pair(_: Result) -> Iterator[str]:
-    """Yield decoding after the first token over gamma 0 of the same run, by way of drafting."""
-    columns = (*CATEGORIES, "all")
-    rows = []
-    for way, name in PAIR.items():
-        result = load(name)
-        for temperature in temperatures(result):
-            found = of_temperature(result, temperature)
-            for system in found["all"]:
-                if system != PLAIN:
-                    cells = [_number(found, category, system, "decode_over_plain") for category in columns]
-                    gamma = system.removeprefix("gammaray-").replace("adaptive", "default")
-                    rows.append((temperature, [f"T {temperature:g}, {way}, γ {gamma}", *cells]))
-    rows.sort(key=lambda row: row[0])
-    yield from table(("x gamma 0", *columns), [row for _, row in rows])
+def pair(result: Result) -> Iterator[str]:
+    """Yield decoding after the first token over gamma 0, by temperature, gamma and category."""
+    columns, rows = (*CATEGORIES, "all"), []
+    for temperature in temperatures(result):
+        found = of_temperature(result, temperature)
+        for system in found["all"]:
+            if system != PLAIN:
+                cells = [_number(found, category, system, "decode_over_plain") for category in columns]
+                gamma = system.removeprefix("gammaray-").replace("adaptive", "default")
+                rows.append([f"T {temperature:g}, γ {gamma}", *cells])
+    yield from table(("x gamma 0", *columns), rows)
     yield ""
-    for way, name in PAIR.items():
-        equal = next(equal_and_loops(load(name))).partition(". ")[0].rstrip(".")
-        yield f"{way.capitalize()}: {equal} ([result](../benchmarks/results/{name}.json))."
+    yield next(equal_and_loops(result)).partition(". ")[0].rstrip(".") + "."
 
 
 def equal_and_loops(result: Result) -> Iterator[str]:
@@ -263,10 +254,10 @@ CLAIMS = (
     ),
     Claim(
         "A real pair: a draft worker beside the target",
-        "Qwen2.5-Coder, 1.5B in bfloat16 and 0.5B in int8, one prompt of each category, decoding after the "
-        "first token: the draft on a draft worker, a core each, and in turn in the target worker, on one. "
-        "[lab.md](lab.md#a-real-pair-on-one-machine) has what limits it, and llama.cpp.",
-        PAIR["draft worker"],
+        "Qwen2.5-Coder, 1.5B in bfloat16 and 0.5B in int8, a core each, one prompt of each category, "
+        "decoding after the first token. [lab.md](lab.md#a-real-pair-on-one-machine) has what limits it, the "
+        "same draft in turn in the target worker, and llama.cpp.",
+        "peers-2026-11-30-5",
         pair,
     ),
     Claim(
