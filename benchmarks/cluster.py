@@ -87,6 +87,7 @@ async def connected(
     head: str | None = None,
     weights: str = "auto",
     source: Path | None = None,
+    dtype: str = "auto",
 ) -> AsyncIterator[AsyncClient]:
     """Run `gammaray up` until the block ends, without draft workers if `draft` is None; yield its client.
 
@@ -96,12 +97,14 @@ async def connected(
         head: A head in the target worker.
         weights: Of the draft or head: auto or int8.
         source: As of `running_cluster`.
+        dtype: Of the workers' arithmetic.
 
     Raises:
         ClusterError: It did not start, or did not end all of its processes.
         DeadlineExceededError: A worker did not come up within two minutes.
     """
-    pair = ("--draft-weights", weights, *(("--draft", draft) if draft else ("--draft-workers", "0")))
+    drafts = ("--draft", draft) if draft else ("--draft-workers", "0")
+    pair = ("--dtype", dtype, "--draft-weights", weights, *drafts)
     if head:
         pair = (*pair, "--head", head)
     roles = ("target", "draft") if draft else ("target",)

@@ -252,7 +252,8 @@ async def run(options: Any) -> dict[str, Any]:
     asked: GenerateOptions = {"max_tokens": options.tokens, "temperature": options.temperature}
     asked |= {"seed": 1, "ignore_eos": True}
     gammas, points = tuple(dict.fromkeys(["0", *options.gammas])), list[dict[str, Any]]()
-    async with connected(options.target, options.draft, weights=options.draft_weights) as client:
+    how = {"weights": options.draft_weights, "dtype": options.dtype}
+    async with connected(options.target, options.draft, **how) as client:
         await complete(
             client, long_prompt(tokenizer, min(WARM_UP_TOKENS, lengths[0])), "4", "warms up", asked
         )
@@ -294,6 +295,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name")
     parser.add_argument("--draft", default=DEMO_PAIR, help="directory or hub name")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--draft-weights", choices=("auto", "int8"), default="int8")
     parser.add_argument(
         "--lengths",

@@ -79,6 +79,7 @@ _ISSUERS: dict[str, tuple[dict[str, Any], int, float]] = {
     "transformers, bfloat16, 256 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 256, 1.0),
     "transformers, bfloat16, 9 tokens": ({"engine": "transformers", "dtype": "bfloat16"}, 9, 1.0),
     "the same at temperature 1 / 1.05": ({"engine": "transformers", "dtype": "bfloat16"}, 9, 1.05),
+    "kernel, bfloat16, 256 tokens": ({"dtype": "bfloat16"}, 256, 1.0),
     "kernel, int8 weights, 256 tokens": ({"weights": "int8"}, 256, 1.0),
 }
 """Options of an engine, tokens of a feed, and a factor of its logits."""

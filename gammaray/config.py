@@ -7,7 +7,6 @@ Each field is read from its constructor argument, else from the environment vari
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -41,6 +40,7 @@ _ALLOWED = {
     **dict.fromkeys(("float_parsing", "float_type"), "a number"),
     **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "an integer"),
     "dict_type": "a mapping",
+    "extra_forbidden": "no such field",
     "finite_number": "a finite number",
     "greater_than": "a number above {gt:g}",
     "greater_than_equal": "at least {ge:g}",
@@ -188,8 +188,8 @@ class _Settings(BaseSettings):
         return given
 
 
-def settings_error(error: ValidationError, settings: type[BaseModel] | None = None) -> InvalidArgumentError:
-    """Convert the first failure of a validation; `settings` has the names to suggest for an unknown one."""
+def settings_error(error: ValidationError) -> InvalidArgumentError:
+    """Convert the first failure of a validation."""
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     own = _OWN_MESSAGE.fullmatch(first["msg"])
@@ -197,10 +197,6 @@ def settings_error(error: ValidationError, settings: type[BaseModel] | None = No
         return InvalidArgumentError(field, own["got"], own["allowed"])
     got = "nothing" if first["type"] == "missing" else first["input"]
     got = "an empty text" if got == "" else got
-    if first["type"] == "extra_forbidden":
-        known = sorted(settings.model_fields) if settings is not None else []
-        nearest = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.0)
-        return InvalidArgumentError(field, got, "; the nearest is ".join(["no such field", *nearest]))
     if first["type"] in _ALLOWED:
         return InvalidArgumentError(field, got, _ALLOWED[first["type"]].format(**first.get("ctx", {})))
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
@@ -215,7 +211,9 @@ class _ModelSettings(_Settings):
         "auto", description="Device of the model; auto prefers CUDA."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Arithmetic; auto is float32 on CPU, bfloat16 on CUDA."
+        "auto",
+        description="Arithmetic; auto is float32 on CPU, bfloat16 on CUDA. On a CPU with AVX512-BF16 "
+        "bfloat16 halves the time of prompts.",
     )
     deterministic: bool = Field(False, description=_DETERMINISM)
 

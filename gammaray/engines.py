@@ -76,7 +76,7 @@ VLLM = EngineFacts(
 
 NATIVE = EngineFacts(
     "native",
-    where="CPUs, in float32",
+    where="CPUs, in float32, and in bfloat16 with AVX512-BF16",
     models="Llama, Mistral, Qwen2, Qwen3 and models of their form",
     heads="EAGLE-3, draft models",
     serves={"device": ("auto", "cpu"), **_OWN},

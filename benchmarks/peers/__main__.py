@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft", help="directory of a draft model, or demo")
     add("--head", help="directory of a head or draft model in the target worker")
     add("--weights", default="auto", help="of that: auto (default) or int8")
+    add("--dtype", default="auto", help="of gammaray's arithmetic; default auto")
     add("--categories", type=_list, default=CATEGORIES, help="comma-separated; default: all")
     add("--prompts", dest="num_prompts", type=int, default=3, help="per category, up to 10; default 3")
     add("--tokens", dest="max_tokens", type=int, default=96, help="tokens per completion; default 96")

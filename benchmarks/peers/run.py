@@ -80,6 +80,7 @@ class Settings:
     draft_gguf: Path | None = None
     head: str | None = None
     weights: str = "auto"
+    dtype: str = "auto"
     ignore_eos: bool = True
     gammas: tuple[int, ...] = ()
 
@@ -255,7 +256,8 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
     if wanted := [name for name in names if name not in settings.without]:  # it holds the models once more
         baselines = await stack.enter_async_context(running_baselines(settings.target, ordinary, threads))
         peers = [Peer(name, baselines) for name in wanted]
-    cluster = connected(settings.target, settings.draft, settings.head, settings.weights)
+    pair = settings.target, settings.draft, settings.head, settings.weights
+    cluster = connected(*pair, dtype=settings.dtype)
     client = await stack.enter_async_context(cluster)
     llama: list[System] = []
     if settings.llama_server:

@@ -25,7 +25,10 @@ def check_model(engine: Engine, loaded: LoadedModel, *, is_quantised: bool = Fal
     """Feed a text in chunks with a rollback; UnsupportedModelError unless the logits are the model's own."""
     count = min(_NUM_TOKENS, engine.max_context)
     text = [(7 * i + 3) % engine.vocab_size for i in range(count)]
-    reference = _plain_logits(loaded, text)[:, : engine.vocab_size]
+    # In bfloat16 eager attention rounds its scores: logits of Qwen2.5-Coder-1.5B then differ from those of
+    # float32 by more than is allowed, ten times as much as without, and forty times as much as the kernel's.
+    is_rounded = engine.runner.has_kernel and loaded.dtype != torch.float32
+    reference = _plain_logits(loaded, text, "sdpa" if is_rounded else "eager")[:, : engine.vocab_size]
     cut = count // 2
     got = engine.step([SequenceInput(_SESSION, 0, text[:cut], cut)])
     wrong = [(token + 1) % engine.vocab_size for token in text[cut:-1]]
@@ -101,8 +104,8 @@ def _in_trees(engine: Engine, text: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def _plain_logits(loaded: LoadedModel, text: list[int]) -> Tensor:
-    loaded.module.set_attn_implementation("eager")
+def _plain_logits(loaded: LoadedModel, text: list[int], attention: str) -> Tensor:
+    loaded.module.set_attn_implementation(attention)
     token_ids = torch.tensor([text], device=loaded.device)
     logits: Tensor = loaded.module(token_ids, use_cache=False).logits[0].float()
     loaded.module.set_attn_implementation(ATTENTION_NAME)

@@ -27,12 +27,12 @@ class Engine(CacheStore):
         vocab_size: Token ids lie in [0, vocab_size).
         max_context: Positions lie in [0, max_context).
         device: Device of the forwards and of the returned logits.
-        dtype: Type of its weights, keys and values.
+        dtype: Type of its arithmetic.
         kernel: Implementation of its forwards: the instruction set of the compiled CPU kernel, or "none: "
             and the reason why transformers' layers are used.
         taps: While layers are tapped, the hidden states of the last step: for each feed
-            [tokens, tapped layers, hidden_size] on `device`, of type `dtype`, which is float32 with the
-            compiled kernel. Later steps do not change them. Empty while none are tapped.
+            [tokens, tapped layers, hidden_size] on `device`, of the cache's type. Later steps do not change
+            them. Empty while none are tapped.
         mask_token: Of a parallel draft model: the id, in [0, vocab_size], after which it predicts the token
             that follows in its place; else None.
     """
@@ -47,6 +47,7 @@ class Engine(CacheStore):
         vocab_size: int,
         max_context: int,
         kernel: str = "",
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(shape, budget_bytes)
         self.model_name = model_name
@@ -55,7 +56,7 @@ class Engine(CacheStore):
         self.kernel = kernel
         self.num_layers = shape.num_layers
         self.device = shape.device
-        self.dtype = shape.dtype
+        self.dtype, self._state_dtype = dtype or shape.dtype, shape.dtype
         self.runner = runner
         self.mask_token: int | None = None
         self.taps: list[Tensor] = []
@@ -90,7 +91,7 @@ class Engine(CacheStore):
         batch = self._plan(feeds)
         if self._tapped:
             shape = (len(batch.token_ids), len(self._tapped), self.runner.hidden_size)
-            batch.taps = Taps(self._tapped, torch.empty(shape, dtype=self.dtype, device=self.device))
+            batch.taps = Taps(self._tapped, torch.empty(shape, dtype=self._state_dtype, device=self.device))
         batch.idle_until = idle_until
         logits = self._run(batch)
         self._commit(feeds, batch)

@@ -80,8 +80,16 @@ def load_engine(
         use_threads(threads)
     if weights != "auto":
         kernel = f"{kernel}, {weights} weights"
-    sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
-    built = Engine(runner, shape, cache_budget_bytes, model_name=model, kernel=kernel, **sizes)
+    built = Engine(
+        runner,
+        shape,
+        cache_budget_bytes,
+        model_name=model,
+        vocab_size=layout.vocab_size,
+        max_context=loaded.max_context,
+        kernel=kernel,
+        dtype=loaded.dtype,
+    )
     _log_kernel(built)
     with _first_forwards(loaded):
         check_model(built, loaded, is_quantised=bool(quantised))
@@ -174,7 +182,7 @@ def _choose_runner(
     apart = replace(joined, rows=2 * joined.rows, dim=joined.dim // 2)  # keys of all heads, then values
     if not obstacle:
         native = build_native(loaded, layout.windows, layout.vocab_size, quantised)
-        return NativeRunner(native), apart, load_kernel().variant
+        return NativeRunner(native), replace(apart, dtype=torch.float32), load_kernel().variant
     return TransformersRunner(loaded, layout), joined, f"none: {obstacle}"
 
 

@@ -20,7 +20,7 @@ from gammaray.receipts.receipt import SignedReceipt
 from services.process.program import run_program
 from services.receipts.check import ReceiptChecker, ReceiptVerdict, refusal
 
-LEAST_TIES = {"bfloat16": 0.005}
+LEAST_TIES = {"bfloat16": 0.0014}
 """Share of sampled tokens that follow within the margin only, by dtype: half of the smallest one that was
 measured of honest targets (docs/receipts.md)."""
 

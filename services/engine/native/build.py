@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("kernel.c", "attention.h", "draws.h", "integers.h", "threads.h", "tiles.h")
-BASELINE, VNNI, AMX = "baseline", "x86-64-v4-vnni", "x86-64-v4-amx"
+SOURCES = ("kernel.c", "attention.h", "draws.h", "integers.h", "pairs.h", "threads.h", "tiles.h")
+BASELINE, VNNI = "baseline", "x86-64-v4-vnni"
+BF16, AMX = "x86-64-v4-bf16", "x86-64-v4-amx"
 TIMEOUT_S = 300
 
 # These affect the order of floating-point operations: other flags would change results in the last bits.
@@ -39,7 +40,8 @@ def _variants() -> dict[str, tuple[str, ...]]:
         variants["x86-64-v3"] = ("-march=x86-64-v3",)
         variants["x86-64-v4"] = ("-march=x86-64-v4", "-mprefer-vector-width=512")
         variants[VNNI] = (*variants["x86-64-v4"], "-mavx512vnni")
-        variants[AMX] = (*variants[VNNI], "-mamx-tile", "-mamx-bf16")
+        variants[BF16] = (*variants[VNNI], "-mavx512bf16")
+        variants[AMX] = (*variants[BF16], "-mamx-tile", "-mamx-bf16")
     return variants
 
 

@@ -21,13 +21,6 @@ static int64_t num_groups(int64_t inputs) { return (inputs + INTEGER_INPUTS - 1)
 /* Numbers of scratch per row: its step, its high bytes, its low bytes. */
 static int64_t integers_size(int64_t inputs) { return 1 + BYTES * num_groups(inputs); }
 
-INLINE vf some_inputs(const float *x, int64_t left) {
-    float some[LANES] = {0};
-    if (left >= LANES) return load(x);
-    memcpy(some, x, left * sizeof(float));
-    return load(some);
-}
-
 static void to_integers(int rows, int64_t inputs, const float *x, int64_t x_stride, float *to) {
     int64_t width = INTEGER_INPUTS * num_groups(inputs);
     for (int r = 0; r < rows; r++, x += x_stride, to += integers_size(inputs)) {

@@ -1,9 +1,10 @@
-/* A forward of Llama-like models on CPU cores, in one call and in float32 arithmetic.
+/* A forward of Llama-like models on CPU cores, in one call and in float32 arithmetic, but for products of bfloat16
+ * inputs, see pairs.h.
  *
  * What one row (one token) gets does not depend on the rows that come with it, to the last bit: every sum
  * runs over the same numbers in the same order, whatever the number of rows or threads, the batch or the shape of a
  * tree.
- * A product adds up inputs one by one, per output, in one accumulator (see tiles.h and integers.h for others);
+ * A product adds up inputs one by one, per output, in one accumulator (see pairs.h, tiles.h and integers.h for others);
  * attention walks a token's own path from its first position to its last.
  *
  * Weights lie in panels of PANEL outputs: for each input the PANEL weights side by side, float32, bfloat16 or
@@ -52,7 +53,7 @@ typedef int16_t vh __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-enum { FLOAT32, BFLOAT16, INT8 };
+enum { FLOAT32, BFLOAT16, INT8, PAIRS };
 
 typedef struct {
     const void *panels; /* [ceil(outputs / PANEL), inputs, PANEL] */
@@ -160,9 +161,25 @@ INLINE vf vector_exp(vf x) {
 
 /* ---- products ---- */
 
-/* Bytes of `inputs` inputs of a panel. */
+INLINE vf some_inputs(const float *x, int64_t left) {
+    float some[LANES] = {0};
+    if (left >= LANES) return load(x);
+    memcpy(some, x, left * sizeof(float));
+    return load(some);
+}
+
+#if defined(__AVX512BF16__)
+#include "pairs.h"
+#define PAIR_INPUTS 2
+#else
+#define PAIR_INPUTS 0
+static int64_t num_pairs(int64_t inputs) { return (void)inputs, 0; }
+INLINE void add_pairs(vf *sum, vf inputs, vf weights) { (void)sum, (void)inputs, (void)weights; }
+#endif
+
+/* Bytes of `inputs` inputs of a panel, or of pairs. */
 INLINE int64_t panel_bytes(const int kind, int64_t inputs) {
-    return inputs * PANEL * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1);
+    return inputs * PANEL * (kind == BFLOAT16 ? 2 : kind == INT8 ? 1 : 4);
 }
 
 /* A row of bfloat16 weights in float32. */
@@ -194,7 +211,7 @@ INLINE void weights_at(const int kind, const char *row, vf w[PANEL_VECTORS]) {
     if (kind == BFLOAT16) halves_at(row, w);
 #pragma GCC unroll 8
     for (int j = 0; j < PANEL_VECTORS; j++) {
-        if (kind == FLOAT32) w[j] = load((const float *)row + LANES * j);
+        if (kind == FLOAT32 || kind == PAIRS) w[j] = load((const float *)row + LANES * j);
         if (kind == INT8) w[j] = bytes_at(row + LANES * j);
     }
 }
@@ -208,7 +225,11 @@ INLINE void add_row(const int rows, const int kind, const char *row, const float
     for (int r = 0; r < rows; r++) {
         vf value = splat(x[r * x_stride]);
 #pragma GCC unroll 8
-        for (int j = 0; j < PANEL_VECTORS; j++) sum[r][j] += value * w[j];
+        for (int j = 0; j < PANEL_VECTORS; j++)
+            if (kind == PAIRS)
+                add_pairs(&sum[r][j], value, w[j]);
+            else
+                sum[r][j] += value * w[j];
     }
 }
 
@@ -228,8 +249,14 @@ INLINE void add_inputs(const int rows, const int kind, const char *panel, int64_
     int64_t k = 0;
     for (; k + step_rows <= inputs; ahead += step_rows * step) {
         /* Arithmetic would wait for memory: what the hardware fetches by itself comes too late. */
-        __builtin_prefetch(ahead);
-        if (row_bytes > 64) __builtin_prefetch(ahead + 64);
+        if (kind == PAIRS && step == row_bytes / 2) { /* of two tiles: into the second cache */
+            __builtin_prefetch(ahead, 0, 2);
+            __builtin_prefetch(ahead + 64, 0, 2);
+        } else {
+            __builtin_prefetch(ahead);
+            if (row_bytes > 64) __builtin_prefetch(ahead + 64);
+            if (kind == PAIRS && step == row_bytes) __builtin_prefetch(ahead + 128), __builtin_prefetch(ahead + 192);
+        }
 #pragma GCC unroll 8
         for (int i = 0; i < step_rows; i++, k++, panel += row_bytes) add_row(rows, kind, panel, x + k, x_stride, sum);
     }
@@ -261,6 +288,11 @@ INLINE void add_inputs(const int rows, const int kind, const char *panel, int64_
 PRODUCT(tile_float32, FLOAT32)
 PRODUCT(tile_bfloat16, BFLOAT16)
 PRODUCT(tile_int8, INT8)
+#if PAIR_INPUTS
+PRODUCT(tile_pairs, PAIRS)
+#else
+#define tile_pairs NULL
+#endif
 
 /* The outputs from `first` on of one row, from the sums of a panel. */
 static void put(const gr_matrix *m, const vf total[PANEL_VECTORS], float *y, int first, int add) {
@@ -284,6 +316,7 @@ typedef struct {
     float *y;       /* [rows, outputs], rows y_stride apart */
     int64_t x_stride, y_stride;
     int rows, add, chunk_panels;
+    int64_t inputs; /* rows of a panel: inputs, or pairs of them */
     const uint16_t *parts;  /* of the rows, see tiles.h */
     const float *integers;  /* of the rows, see integers.h */
 } product_task;
@@ -305,21 +338,22 @@ static int64_t integers_size(int64_t inputs) { return (void)inputs, 0; }
 /* Numbers of scratch for the rows' other forms. */
 static int64_t forms_size(int64_t rows, int64_t inputs) {
     int64_t integers = rows * integers_size(inputs), parts = parts_size(rows, inputs);
-    return parts > integers ? parts : integers;
+    int64_t most = parts > integers ? parts : integers, pairs = rows * num_pairs(inputs);
+    return most > pairs ? most : pairs;
 }
 
 /* The tiles of a group of rows take a block of inputs before the next block, and each fetches its share of that:
  * weights are read from memory once, and while all rows compute. A single tile takes all inputs at once. */
 static void product_chunk(const void *argument, int chunk, int thread) {
     static void (*const tiles[])(int, const char *, int64_t, const float *, int64_t, const char *, int64_t,
-                                 vf[][PANEL_VECTORS]) = {tile_float32, tile_bfloat16, tile_int8};
+                                 vf[][PANEL_VECTORS]) = {tile_float32, tile_bfloat16, tile_int8, tile_pairs};
     const product_task *t = argument;
     const gr_matrix *m = t->m;
     const int kind = m->kind, rows = t->rows;
     const int64_t row_bytes = panel_bytes(kind, 1), x_stride = t->x_stride;
     const int begin = chunk * t->chunk_panels * PANEL, left = m->outputs - begin;
     const int end = begin + (left < t->chunk_panels * PANEL ? left : t->chunk_panels * PANEL);
-    const char *panel = (const char *)m->panels + begin / PANEL * panel_bytes(kind, m->inputs);
+    const char *panel = (const char *)m->panels + begin / PANEL * panel_bytes(kind, t->inputs);
     (void)thread;
 #if TILE_INPUTS
     if (kind == BFLOAT16) {
@@ -333,19 +367,19 @@ static void product_chunk(const void *argument, int chunk, int thread) {
         return;
     }
 #endif
-    for (int first = begin; first < end; first += PANEL, panel += panel_bytes(kind, m->inputs))
+    for (int first = begin; first < end; first += PANEL, panel += panel_bytes(kind, t->inputs))
         for (int row = 0, size; row < rows; row += size) {
             size = rows - row < GROUP_ROWS ? rows - row : GROUP_ROWS;
             vf sum[GROUP_ROWS][PANEL_VECTORS];
             memset(sum, 0, size * sizeof(sum[0]));
             int count = (size + MAX_ROWS - 1) / MAX_ROWS;
-            int64_t block = count == 1 ? m->inputs : BLOCK;
+            int64_t block = count == 1 ? t->inputs : kind == PAIRS && count > 2 ? BLOCK / 2 : BLOCK;
             const char *from = panel;
-            for (int64_t k = 0; k < m->inputs; k += block) {
-                int64_t inputs = m->inputs - k < block ? m->inputs - k : block, bytes = panel_bytes(kind, inputs);
+            for (int64_t k = 0; k < t->inputs; k += block) {
+                int64_t inputs = t->inputs - k < block ? t->inputs - k : block, bytes = panel_bytes(kind, inputs);
                 for (int tile = 0, at = 0, height; tile < count; tile++, at += height) {
                     height = (size - at + count - tile - 1) / (count - tile); /* 7 rows are 4 + 3, not 6 + 1 */
-                    int64_t ahead = count == 1 ? PANEL * (kind == FLOAT32 ? 192 : 96) : bytes + bytes * tile / count;
+                    int64_t ahead = count == 1 ? row_bytes * (kind == INT8 ? 96 : 48) : bytes + bytes * tile / count;
                     tiles[kind](height, from, inputs, t->x + (row + at) * x_stride + k, x_stride, from + ahead,
                                 row_bytes / count, sum + at);
                 }
@@ -360,12 +394,19 @@ static void product_chunk(const void *argument, int chunk, int thread) {
 static void product(int threads, const gr_matrix *m, int rows, const float *x, int64_t x_stride, float *y,
                     int64_t y_stride, int add, float *scratch) {
     int panels = (m->outputs + PANEL - 1) / PANEL, chunks = threads == 1 ? 1 : CHUNKS_PER_THREAD * threads;
-    product_task t = {m, x, y, x_stride, y_stride, rows, add, (panels + chunks - 1) / chunks, NULL, scratch};
+    int chunk_panels = (panels + chunks - 1) / chunks;
+    product_task t = {m, x, y, x_stride, y_stride, rows, add, chunk_panels, m->inputs, NULL, scratch};
 #if TILE_INPUTS
     if (m->kind == BFLOAT16) split(rows, m->inputs, x, x_stride, (uint16_t *)(t.parts = parts_in(scratch)));
 #endif
 #if INTEGER_INPUTS
     if (m->kind == INT8) to_integers(rows, m->inputs, x, x_stride, scratch);
+#endif
+#if PAIR_INPUTS
+    if (m->kind == PAIRS) {
+        to_pairs(rows, m->inputs, x, x_stride, scratch);
+        t.x = scratch, t.x_stride = t.inputs = num_pairs(m->inputs);
+    }
 #endif
     run(product_chunk, &t, (panels + t.chunk_panels - 1) / t.chunk_panels, threads);
 }
@@ -422,6 +463,7 @@ EXPORT int32_t gr_panel(void) { return PANEL; }
 EXPORT int32_t gr_lanes(void) { return LANES; }
 EXPORT int32_t gr_tile_inputs(void) { return TILE_INPUTS; }
 EXPORT int32_t gr_integer_inputs(void) { return INTEGER_INPUTS; }
+EXPORT int32_t gr_pair_inputs(void) { return PAIR_INPUTS; }
 
 /* Inputs of the largest matrix. */
 static int64_t widest(const gr_model *m) {

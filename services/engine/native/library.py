@@ -24,6 +24,7 @@ from services.engine.native.bindings import declare
 from services.engine.native.build import (
     AMX,
     BASELINE,
+    BF16,
     SOURCE_DIR,
     TIMEOUT_S,
     VNNI,
@@ -67,7 +68,9 @@ def usable_variants() -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     vectors = {"AVX512": ["x86-64-v4", "x86-64-v3"], "AVX2": ["x86-64-v3"]}.get(capability, [])
     if capability == "AVX512" and "avx512_vnni" in _processor_flags():
-        vectors = [*([AMX] if _has_tiles() else []), VNNI, *vectors]
+        vectors = [VNNI, *vectors]
+        if "avx512_bf16" in _processor_flags():
+            vectors = [*([AMX] if _has_tiles() else []), BF16, *vectors]
     return [*vectors, BASELINE]
 
 

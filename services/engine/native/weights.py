@@ -2,7 +2,8 @@
 
 Query, key and value rows are one matrix, gate and up another. Weights that bfloat16 represents without loss,
 as nearly all published ones, are stored as bfloat16, those of a quantised draft as int8, others as
-float32. The arithmetic is float32, or exact as `tiles.h` and `integers.h` have it.
+float32. The arithmetic is float32, or exact as `tiles.h` and `integers.h` have it. Of a model whose dtype is
+bfloat16 the inputs of products are rounded to it, see `pairs.h`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_PAIRS = 3
 
 MAX_HEAD_DIM = 256
 """Largest head dimension that the kernel keeps in registers and on its stack."""
@@ -55,14 +57,14 @@ class NativeModel:
 def native_obstacle(loaded: LoadedModel) -> str:
     """Return why the kernel cannot run a model; empty if it can.
 
-    It covers Llama, Mistral, Qwen2 and Qwen3 in float32 on a CPU. The library is searched, and compiled if
-    necessary, only for a covered model.
+    It covers Llama, Mistral, Qwen2 and Qwen3 on a CPU in float32, and in bfloat16 where the processor has
+    instructions for it. The library is searched, and compiled if necessary, only for a covered model.
     """
     config = loaded.config
     if loaded.device.type != "cpu":
         return f"the model is on {loaded.device.type}"
-    if loaded.dtype != torch.float32:
-        return f"{str(loaded.dtype).removeprefix('torch.')} is not covered"
+    if loaded.dtype == torch.float16:
+        return "float16 is not covered"
     if config.model_type not in LLAMA_TYPES:
         return f"{config.model_type} is not covered"
     if config.hidden_act != "silu":
@@ -70,7 +72,10 @@ def native_obstacle(loaded: LoadedModel) -> str:
     head_dim = _layers(loaded)[0].self_attn.head_dim
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return f"a head of {head_dim} is not covered"
-    return load_kernel().reason
+    kernel = load_kernel()
+    if loaded.dtype == torch.bfloat16 and kernel.library is not None and not kernel.library.gr_pair_inputs():
+        return f"bfloat16 is not covered on {kernel.variant}"
+    return kernel.reason
 
 
 @torch.no_grad()
@@ -92,7 +97,7 @@ def build_native(
     embedding, output = embeddings(loaded.module)
     head_dim, rotary = attention.head_dim, body.rotary_emb
     model = NativeModel(library, ModelWeights(), vocab_size, head_dim, rotary, loaded.max_context)
-    packer = Packer(library, model.kept, quantised or {})
+    packer = Packer(library, model.kept, quantised or {}, loaded.dtype)
     layers = (LayerWeights * len(windows))(
         *(
             packer.layer(layer, head_norms(layer.self_attn), window)
@@ -163,6 +168,12 @@ def pack_panels(weight: Tensor, panel: int, lanes: int, tile_inputs: int = 0) ->
     return torch.unflatten(half, 2, (-1, 2, lanes)).transpose(3, 4).flatten(2).contiguous()
 
 
+def pack_pairs(weight: Tensor, panel: int) -> Tensor:
+    """Lay out a bfloat16 weight [outputs, inputs] as panels of pairs of inputs, see `pairs.h`."""
+    pairs = nn.functional.pad(weight, (0, weight.shape[1] % 2)).contiguous().view(torch.int32)
+    return _panels(pairs, panel).contiguous()
+
+
 def pack_integers(weight: Tensor, panel: int, group: int) -> Tensor:
     """Lay out an int8 weight [outputs, inputs] as panels, for sums in integers if `group` is not 0.
 
@@ -191,6 +202,7 @@ class Packer:
     library: ctypes.CDLL  # the kernel's
     kept: list[object]  # receives the owners of the memory
     quantised: Mapping[int, QuantisedMatrix]  # all matrices, see `quantised_matrices`, or none
+    dtype: torch.dtype = torch.float32  # of the arithmetic with matrices that are not quantised
 
     def vector(self, values: Tensor | None) -> int | None:
         """Address of a float32 copy."""
@@ -236,6 +248,8 @@ class Packer:
             joined = concatenate([self.quantised[weight.data_ptr()][: len(weight)] for weight, _ in parts])
             panels = pack_integers(joined.values, layout[0], self.library.gr_integer_inputs())
             scale = self.vector(joined.scales)
+        elif self.dtype == torch.bfloat16:
+            panels = pack_pairs(torch.cat([part.bfloat16() for part, _ in parts]), layout[0])
         else:
             joined_parts = torch.cat([part.float() for part, _ in parts])
             panels = pack_panels(joined_parts, *layout, self.library.gr_tile_inputs())
@@ -244,7 +258,7 @@ class Packer:
         if any(part is not None for _, part in parts):
             biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
             bias = torch.cat(biases)
-        kind = _KINDS[panels.dtype]
+        kind = _PAIRS if scale is None and self.dtype == torch.bfloat16 else _KINDS[panels.dtype]
         return MatrixWeights(panels.data_ptr(), scale, self.vector(bias), kind, outputs, inputs)
 
 

@@ -83,7 +83,7 @@ def test_load_fast_kernel_path_that_differs_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("arch", "options", "reason"),
-    [("gpt2", {}, "gpt2 is not covered"), ("llama", {"dtype": "bfloat16"}, "bfloat16 is not covered")],
+    [("gpt2", {}, "gpt2 is not covered"), ("llama", {"dtype": "float16"}, "float16 is not covered")],
 )
 def test_kernel_asked_for_but_not_covering_the_model_is_refused(arch, options, reason, tmp_path):
     directory = str(tiny_model(arch, tmp_path))

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from gammaray.config import DraftSettings, TargetSettings
 from gammaray.errors import InvalidArgumentError
 from services.engine import loader as loading
+from services.engine.checks import check_deterministic
 from services.engine.core.batch import SequenceInput
 from services.engine.core.errors import CacheGapError, UnsupportedModelError
 from services.engine.core.model import LoadedModel, load_model
@@ -23,7 +24,7 @@ from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine, load_worker_engine
 from services.engine.native import library as guesses
 from services.engine.native import weights as packing
-from services.engine.native.build import AMX, VNNI
+from services.engine.native.build import AMX, BF16, VNNI
 from services.engine.native.library import Kernel, open_kernel, top_k_tokens, usable_variants
 from services.engine.native.runner import NativeRunner
 from services.engine.sampling import noise as noise_module
@@ -33,6 +34,7 @@ from tests.support.engine_helpers import (
     MAX_CONTEXT,
     CheckedEngine,
     chained,
+    plain_logits,
     plain_model,
     random_tokens,
     tiny_model,
@@ -61,6 +63,61 @@ def test_native_path_every_instruction_set_exact(variant, bfloat16, tmp_path):
     run.step(SequenceInput("a", 70, random_tokens(3, 3), 3, (-1, -1, 1)), SequenceInput("b", 0, [5], 1))
     assert run.worst <= 1e-4
     assert run.worst_tap <= 1e-5
+
+
+PAIRS = 3
+WITH_PAIRS = [name for name in usable_variants() if name in (BF16, AMX)]
+needs_pairs = pytest.mark.skipif(not WITH_PAIRS, reason="the processor has no products of bfloat16")
+
+
+@needs_pairs
+@pytest.mark.parametrize("variant", WITH_PAIRS, indirect=True)
+@pytest.mark.parametrize("arch", ["qwen3", "llama-bias"])
+def test_bfloat16_in_the_kernel_is_nearer_to_float32_than_the_models_own(arch, variant, tmp_path):
+    """Only inputs of products are rounded; 45 of them are no whole number of pairs."""
+    directory = tiny_model(arch, tmp_path, bfloat16=True, hidden_size=20, intermediate_size=45)
+    engine = load_engine(str(directory), device="cpu", dtype="bfloat16")
+    assert isinstance(engine.runner, NativeRunner)
+    assert (engine.dtype, engine.kernel) == (torch.bfloat16, variant)
+    layer = engine.runner.model.weights.layer[0]
+    assert {layer.qkv.kind, layer.down.kind, engine.runner.model.weights.head.kind} == {PAIRS}
+    check_deterministic(engine)  # alone, in chunks with other sessions, and in trees
+    engine.tap([0, 3])
+    text, nodes = random_tokens(60, 1), random_tokens(3, 3)
+    got = engine.step([SequenceInput("a", 0, text, 60), SequenceInput("b", 0, nodes, 3)])
+    got += engine.step([SequenceInput("a", 60, nodes, 3, (-1, -1, 1)), SequenceInput("b", 3, [5], 1)])
+    assert {taps.dtype for taps in engine.taps} == {torch.float32}
+    texts = [(text, 60), (nodes, 3), *(([*text, *path], 1) for path in (nodes[:1], nodes[1:2], nodes[1:]))]
+    texts.append(([*nodes, 5], 1))
+
+    def rows(model: PreTrainedModel) -> Tensor:
+        return torch.cat([plain_logits(model, path)[-count:] for path, count in texts])
+
+    own = rows(load_model(str(directory), device="cpu", dtype="bfloat16").module)
+    exact = rows(plain_model(directory))
+    assert 0 < (torch.cat(got) - exact).abs().mean() < 0.7 * (own - exact).abs().mean()
+
+
+@needs_pairs
+@pytest.mark.parametrize("variant", WITH_PAIRS, indirect=True)
+def test_int8_draft_does_not_depend_on_the_dtype(variant, tmp_path):
+    """All its matrices are integers."""
+    directory = str(tiny_model("qwen3", tmp_path, bfloat16=True))
+    both = [load_engine(directory, device="cpu", dtype=t, weights="int8") for t in ("bfloat16", "float32")]
+    assert {engine.kernel for engine in both} == {f"{variant}, int8 weights"}
+    one, other = (engine.step([SequenceInput("a", 0, random_tokens(20, 1), 20)])[0] for engine in both)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("variant", [v for v in usable_variants() if v not in WITH_PAIRS], indirect=True)
+def test_bfloat16_without_its_instructions_is_left_to_transformers_layers(variant, tmp_path):
+    directory, reason = str(tiny_model("llama", tmp_path)), f"bfloat16 is not covered on {variant}"
+    engine = load_engine(directory, device="cpu", dtype="bfloat16")
+    assert isinstance(engine.runner, TransformersRunner)
+    assert (engine.dtype, engine.kernel) == (torch.bfloat16, f"none: {reason}")
+    with pytest.raises(InvalidArgumentError) as refused:
+        load_engine(directory, engine="native", dtype="bfloat16")
+    assert refused.value.allowed == f"auto or transformers for {directory}: {reason}"
 
 
 HEADS = [(4, 2, 64), (2, 1, 128), (20, 1, 8), (6, 2, 24), (3, 3, 40)]
@@ -251,7 +308,7 @@ def test_every_instruction_set_runs_the_dequantised_model(arch, variant, tmp_pat
     for rows in range(1, 9):
         run.step(SequenceInput("a", 40, random_tokens(rows, rows), rows))
     run.step(SequenceInput("a", 40, random_tokens(3, 3), 3, (-1, -1, 1)), SequenceInput("b", 0, [5], 1))
-    assert run.worst <= (ROUNDED if variant in (VNNI, AMX) else 1e-4)
+    assert run.worst <= (ROUNDED if variant in (VNNI, BF16, AMX) else 1e-4)
 
 
 @pytest.mark.parametrize("arch", LEAN)
@@ -305,7 +362,7 @@ def test_draft_setting_quantises_drafts_and_never_targets(tmp_path, monkeypatch)
     ("arch", "how", "reason"),
     [
         ("llama", {"engine": "transformers"}, "the engine is transformers"),
-        ("llama", {"dtype": "bfloat16"}, "bfloat16 is not covered"),
+        ("llama", {"dtype": "float16"}, "float16 is not covered"),
         ("gemma2", {}, "gemma2 is not covered"),
     ],
 )

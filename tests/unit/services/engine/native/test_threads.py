@@ -16,6 +16,7 @@ from services.engine.engine import Engine
 from services.engine.hf.runner import TransformersRunner
 from services.engine.loader import load_engine
 from services.engine.native import weights
+from services.engine.native.build import AMX, BF16
 from services.engine.native.library import kernel_threads, open_kernel, usable_variants, use_threads
 from services.engine.native.weights import Packer
 from services.own.head_loading import load_local_drafter
@@ -126,12 +127,13 @@ def random(*size: int) -> Tensor:
 def packed(library: Any, kind: str, inputs: int, kept: list[object]) -> tuple[Any, Tensor]:
     """Return a matrix with biases for the kernel, and the weights and biases that it stands for."""
     weight, bias = random(OUTPUTS, inputs) * 0.1, random(OUTPUTS)
-    if kind == "bfloat16":
+    if kind in ("bfloat16", "pairs"):
         weight = weight.bfloat16().float()
     quantised = {}
     if kind == "int8":
         quantised[weight.data_ptr()] = quantise(weight)
-    matrix = Packer(library, kept, quantised).matrix([(weight, bias)])
+    dtype = torch.bfloat16 if kind == "pairs" else torch.float32
+    matrix = Packer(library, kept, quantised, dtype).matrix([(weight, bias)])
     exact = quantised[weight.data_ptr()].dequantised() if quantised else weight
     return matrix, torch.cat((exact, bias[:, None]), 1)
 
@@ -139,16 +141,21 @@ def packed(library: Any, kind: str, inputs: int, kept: list[object]) -> tuple[An
 def mapped(library: Any, matrix: Any, rows: Tensor, threads: int) -> Tensor:
     """Return the products of some rows, and one row more, which is left as NaN."""
     made = torch.full((len(rows) + 1, OUTPUTS), torch.nan)
-    scratch = torch.empty(library.gr_map_scratch_size(byref(matrix), len(rows)))
+    scratch = torch.full((library.gr_map_scratch_size(byref(matrix), len(rows)),), torch.nan)
     places = rows.data_ptr(), made.data_ptr(), scratch.data_ptr()
     library.gr_map(byref(matrix), len(rows), *places, threads)
     return made
 
 
+KINDS = [
+    *((variant, kind) for variant in usable_variants() for kind in ("float32", "bfloat16", "int8")),
+    *((variant, "pairs") for variant in usable_variants() if variant in (BF16, AMX)),
+]
+
+
 # Below one block of inputs, exactly one, a little more, and several with a rest.
 # 45 and 303 leave one and three inputs beyond a panel's cache lines.
-@pytest.mark.parametrize("variant", usable_variants())
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("variant", "kind"), KINDS)
 @pytest.mark.parametrize("inputs", [45, 96, 100, 303])
 def test_products_do_not_depend_on_the_other_rows_or_the_number_of_threads(variant, kind, inputs):
     """More threads than panels, and panels that do not divide evenly."""
@@ -163,10 +170,11 @@ def test_products_do_not_depend_on_the_other_rows_or_the_number_of_threads(varia
 
     rows = random(MOST_ROWS, inputs)
     alone = torch.cat([product(row[None].contiguous()) for row in rows])
-    expected = torch.cat((rows, torch.ones(MOST_ROWS, 1)), 1).double() @ exact.double().T
+    entering = rows.bfloat16() if kind == "pairs" else rows
+    expected = torch.cat((entering, torch.ones(MOST_ROWS, 1)), 1).double() @ exact.double().T
     # Half a step of the inputs where they become integers, see integers.h.
     rounded = exact.abs().sum(1).max() * rows.abs().max() / 65534 if kind == "int8" else 0.0
-    assert torch.allclose(alone.double(), expected, atol=1e-4 + float(rounded))
+    assert torch.allclose(alone.double(), expected, atol=(1e-5 if kind == "pairs" else 1e-4) + float(rounded))
     for count in range(2, MOST_ROWS + 1):
         assert torch.equal(product(rows[:count].contiguous()), alone[:count])
     for threads in range(2, 21):
