@@ -129,7 +129,8 @@ class Orchestrator:
         orchestrator._fit_context()
         orchestrator.leases.start()
         orchestrator._upkeep = asyncio.create_task(
-            repeat(orchestrator._forget_missing, FORGET_PERIOD_S), name="forgetting of deleted sessions"
+            repeat(lambda: orchestrator.corpus.forget_missing(orchestrator.store.exist), FORGET_PERIOD_S),
+            name="forgetting of deleted sessions",
         )
         return orchestrator
 
@@ -302,9 +303,6 @@ class Orchestrator:
         if forget:
             self.corpus.forget(session_id)
         self.fleet.release(session_id, epoch, forget=forget)
-
-    async def _forget_missing(self) -> None:
-        await self.corpus.forget_missing(self.store.exist)
 
     def _fit_context(self) -> None:
         """Limit the context to the workers', which may be configured below the model's."""

@@ -57,14 +57,9 @@ def audit_result(findings: Sequence[Finding], **about: Any) -> dict[str, Any]:
 
 def audit_page(found: dict[str, Any]) -> str:
     """Return the page of an `audit_result`: the table, evidence and commands, and charts of the law."""
-    return _document("gammaray audit", "".join(_body(found)))
-
-
-def _document(title: str, body: str) -> str:
-    """Return a self-contained HTML page; `body` is markup."""
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_PAGE_STYLE}</style><body>{body}</body></html>\n"
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>gammaray audit</title>'
+        f"<style>{_PAGE_STYLE}</style><body>{''.join(_body(found))}</body></html>\n"
     )
 
 

@@ -16,7 +16,6 @@ from gammaray.program.ports import free_port
 
 START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 45.0
-_HOST = "127.0.0.1"
 _READY = re.compile(rb"ready http=(\S+) grpc=(\S+)")
 _SAID = "gammaray: "
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, TypeVar, Unpack
 
 from gammaray.checks import TokenIds
@@ -129,16 +130,10 @@ def _gamma(name: str, value: object) -> GammaPolicy:
     raise InvalidArgumentError(name, value, f'"adaptive" or an integer in [0, {MAX_GAMMA}]')
 
 
-def _text(name: str, value: object) -> str:
-    if isinstance(value, str):
+def _instance(kind: type, allowed: str, name: str, value: object) -> object:
+    if isinstance(value, kind):
         return value
-    raise InvalidArgumentError(name, value, "a string")
-
-
-def _flag(name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise InvalidArgumentError(name, value, "True or False")
+    raise InvalidArgumentError(name, value, allowed)
 
 
 def _choice(cls: type[_Choice], name: str, value: object) -> _Choice:
@@ -149,6 +144,7 @@ def _choice(cls: type[_Choice], name: str, value: object) -> _Choice:
         raise InvalidArgumentError(name, value, f"one of {allowed}") from None
 
 
+_text, _flag = partial(_instance, str, "a string"), partial(_instance, bool, "True or False")
 _CONVERTERS: dict[str, Any] = {
     "stop": _strings,
     "stop_token_ids": TokenIds(max_ids=MAX_STOP_TOKEN_IDS).copied,

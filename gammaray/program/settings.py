@@ -8,6 +8,7 @@ command of `gammaray` then.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -32,14 +33,14 @@ def settings_options(settings: type[BaseModel], *, has_types: bool) -> list[clic
 
 
 def parse_settings(
-    settings: type[SettingsT], prog: str, argv: Sequence[str], others: Sequence[click.Parameter] = ()
+    settings: type[SettingsT], prog: str, argv: Sequence[str] | None, others: Sequence[click.Parameter] = ()
 ) -> tuple[SettingsT, dict[str, Any]]:
-    """Return the settings of a command line, and the values of its other options, `others`."""
+    """Return the settings of a command line (None: the process's), and the values of its `others`."""
     command = click.Command(
         prog, params=[*settings_options(settings, has_types=False), *others], help=settings.__doc__
     )
     try:
-        given = command.make_context(prog, list(argv)).params
+        given = command.make_context(prog, list(sys.argv[1:] if argv is None else argv)).params
     except click.exceptions.Exit as end:
         raise SystemExit(end.exit_code) from None
     except click.NoSuchOption as error:

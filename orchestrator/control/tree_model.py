@@ -15,9 +15,7 @@ STRENGTH = 20.0
 """Weight of the priors: in tested children for `FIRST_RESCUE`, in tokens for a bias of 1."""
 
 
-def tree_tokens(
-    by_depth: Sequence[float], rescue: Sequence[float], max_nodes: int, least: float = 0.0
-) -> list[float]:
+def tree_tokens(by_depth: Sequence[float], rescue: Sequence[float], max_nodes: int) -> list[float]:
     """Return tokens per cycle of the best trees of 1, 2, ... nodes, correction or bonus included.
 
     The expected tokens of a tree are 1 plus the sum over its nodes of the probability that the node is
@@ -28,7 +26,6 @@ def tree_tokens(
     Args:
         by_depth: Probability that the first child is accepted, at each depth; its length bounds the depth.
         rescue: Probability that the second, third, ... child is accepted, given that no earlier sibling was.
-        least: Nodes with a lower probability are left out; the result then is shorter.
     """
     tokens: list[float] = []
     total = 1.0
@@ -36,7 +33,7 @@ def tree_tokens(
     heap = [(-by_depth[0], 0, 0, 1.0)] if by_depth else []
     while heap and len(tokens) < max_nodes:
         reached, depth, rank, missed = heapq.heappop(heap)
-        if -reached < least or reached == 0.0:
+        if reached == 0.0:
             break
         total -= reached
         tokens.append(total)

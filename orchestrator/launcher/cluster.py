@@ -148,10 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_options(argv: Sequence[str] | None = None) -> tuple[ClusterSettings, dict[str, Any]]:
     """Return the cluster's settings and the values of `START_OPTIONS` that a command line gives."""
-    arguments = sys.argv[1:] if argv is None else argv
-    return parse_settings(
-        ClusterSettings, "python -m orchestrator.launcher.cluster", arguments, START_OPTIONS
-    )
+    return parse_settings(ClusterSettings, "python -m orchestrator.launcher.cluster", argv, START_OPTIONS)
 
 
 def announcer(settings: ClusterSettings, *, wait_ready: bool) -> Callable[[], None]:

@@ -35,8 +35,6 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
     async def Propose(
         self, request_iterator: AsyncIterator[pb.ProposeRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProposeResponse]:
-        if self._streams.is_leaving:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
         frames = self._streams.serve(request_iterator, self._parse)
         async with guarded(context), aclosing(frames):
             async for replies in frames:

@@ -66,6 +66,8 @@ def load_engine(
             that needs another target or the name of its target.
     """
     torch.set_num_threads(threads)
+    if weights != "auto":
+        dtype = "float32"  # its matrices are integers, and the check of the start is strict
     loaded, draft = _load(model, device, dtype, engine, draft_for)
     obstacle = _native_obstacle(loaded, engine)
     if deterministic:

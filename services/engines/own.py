@@ -14,7 +14,7 @@ from services.engines.interface import Served, target_model
 from services.own.draft_scheduler import DraftScheduler
 from services.own.forward_times import forward_times
 from services.own.head_loading import check_local_drafter, load_learning_drafter, load_local_drafter
-from services.own.lookahead import measure_rows
+from services.own.lookahead import measure_ahead
 from services.own.target_scheduler import TargetScheduler
 from services.process.fingerprints import vocab_sha256
 from services.scheduling.grammars import Grammars
@@ -51,12 +51,13 @@ class OwnEngine:
         engine = load_worker_engine(path, settings, draft_for=target)
         vocab_size, digest, translation = _vocabulary(path, target, engine)
         model = Model(settings.model, vocab_size, engine.max_context, digest, kernel=engine.kernel)
-        rows, cost = measure_rows(engine) if settings.draft_ahead else (0, 0.0)
+        rows, cost, levels = measure_ahead(engine) if settings.draft_ahead else (0, 0.0, 1)
         scheduler = DraftScheduler(
             engine,
             limits,
             ahead_rows=rows,
             rows_cost=cost,
+            ahead_levels=levels,
             translation=translation,
             grammars=Grammars(target or path, vocab_size),
         )

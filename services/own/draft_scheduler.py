@@ -29,7 +29,7 @@ from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Release, Reply
 from services.speculation.drafting import PendingProposal
-from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
+from services.speculation.outcomes import MAX_LEVELS
 from services.speculation.predictor import DraftModel
 from services.speculation.session import Speculation
 from services.vocabulary.translation import Translation
@@ -63,10 +63,8 @@ class DraftScheduler:
     cache is cut where the tokens differ. Its proposals are chains; nothing is drafted ahead.
 
     Args:
-        draft_top_k: Largest support of a shipped distribution.
-        weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Upper bound of tokens in one forward of draft-ahead; 0 switches it off.
-        rows_cost: As of `Lookahead`.
+        rows_cost, ahead_levels: As `rows_cost` and `max_levels` of `Lookahead`.
         translation: The vocabularies, if the target's is another one.
 
     Attributes:
@@ -82,10 +80,9 @@ class DraftScheduler:
         engine: Engine,
         limits: Limits,
         *,
-        draft_top_k: int = DRAFT_TOP_K,
-        weight_bits: int = WEIGHT_BITS,
         ahead_rows: int,
         rows_cost: float = math.inf,
+        ahead_levels: int = MAX_LEVELS,
         translation: Translation | None = None,
         grammars: Grammars | None = None,
     ) -> None:
@@ -96,9 +93,9 @@ class DraftScheduler:
         )
         self.batcher = Batcher(engine, limits, self.queue)
         max_rows = ahead_rows if translation is None else 0
-        self.lookahead = Lookahead(engine, max_rows, rows_cost, self.queue)
+        self.lookahead = Lookahead(engine, max_rows, rows_cost, ahead_levels, self.queue)
         self.queue.on_stop = self.lookahead.preempt
-        self._model = DraftModel(engine, top_k=draft_top_k, bits=weight_bits, translation=translation)
+        self._model = DraftModel(engine, translation=translation)
         self.speculations: dict[str, Speculation] = {}
 
     @property

@@ -31,6 +31,11 @@ MAX_SLOWDOWN = 1.5
 """Tokens in a forward, and its duration over one of a single token, where rows cost next to nothing: on a
 GPU, which reads its weights once for all of them."""
 
+SLOW_S = 0.01
+"""Of a draft's forward: from here on it prepares for the running verification only. The round trip to another
+node, for which it would prepare for the next one, too, is short beside the target's forward, and each forward
+takes memory bandwidth from a target on the same machine."""
+
 CROWD = 2
 """Sessions per row of a forward beyond which nothing is prepared: it would hardly ever be whole in time."""
 
@@ -65,16 +70,17 @@ def can_use_idle_priority() -> bool:
     return bool(succeeded)
 
 
-def measure_rows(engine: Engine) -> tuple[int, float]:
-    """Return how many tokens a forward of draft-ahead has at most, and its seconds over a run's per token."""
+def measure_ahead(engine: Engine) -> tuple[int, float, int]:
+    """Return the arguments `max_rows`, `rows_cost` and `max_levels` of `Lookahead` for an engine."""
     with suppress(CacheFullError):
         one_s = time_forward(engine, 1)
         run_s = time_forward(engine, RUN, is_run=True) / RUN if engine.can_chain else one_s
+        max_levels = MAX_LEVELS if one_s < SLOW_S else 1
         for size in MANY_ROWS:
             if (many_s := time_forward(engine, size)) <= MAX_SLOWDOWN * one_s:
-                return size, many_s / run_s
-        return AHEAD_ROWS, time_forward(engine, AHEAD_ROWS) / run_s
-    return AHEAD_ROWS, math.inf
+                return size, many_s / run_s, max_levels
+        return AHEAD_ROWS, time_forward(engine, AHEAD_ROWS) / run_s, max_levels
+    return AHEAD_ROWS, math.inf, MAX_LEVELS
 
 
 class Lookahead:
@@ -83,6 +89,7 @@ class Lookahead:
     Args:
         max_rows: Upper bound of tokens in one forward; 0: nothing is prepared.
         rows_cost: Seconds of such a forward over those per token of a run along one chain.
+        max_levels: Verifications whose outcomes are followed, one after another.
         queue: Of the blocks; its `stop` is set while one waits for the engine. It takes the AheadWork.
 
     Attributes:
@@ -90,9 +97,15 @@ class Lookahead:
     """
 
     def __init__(
-        self, engine: Engine, max_rows: int, rows_cost: float, queue: BlockQueue[ProposeTask, Any]
+        self,
+        engine: Engine,
+        max_rows: int,
+        rows_cost: float,
+        max_levels: int,
+        queue: BlockQueue[ProposeTask, Any],
     ) -> None:
         self._engine, self._max_rows, self._rows_cost, self._queue = engine, max_rows, rows_cost, queue
+        self._max_levels = max_levels
         self._stop, self._stats = queue.stop, queue.meter.ahead
         self.num_beyond = int(max_rows > 0)
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
@@ -209,7 +222,7 @@ class Lookahead:
             assert speculation.sent is not None
             # What a tree or a parallel draft proposes depends on what was accepted meanwhile, and on masks.
             is_chain = not (speculation.is_parallel or speculation.sent.shape.is_tree)
-            max_levels = MAX_LEVELS if is_chain else 1
+            max_levels = self._max_levels if is_chain else 1
             speculation.ahead = OutcomeSet(
                 speculation.sent, speculation.read_outcome, self._max_rows, max_levels
             )

@@ -41,8 +41,7 @@ def run(
         SystemExit: After `--help`.
     """
     try:
-        arguments = sys.argv[1:] if argv is None else argv
-        settings, _ = parse_settings(settings_class, f"python -m {prog}", arguments)
+        settings, _ = parse_settings(settings_class, f"python -m {prog}", argv)
         check_installed(settings.engine, settings.device)
         check_serving(settings)
         for field in _MODELS:

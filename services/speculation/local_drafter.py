@@ -36,8 +36,8 @@ Request = tuple[SessionCopy, Shape, int]
 CHUNK = 512
 """Tokens of one session in one forward of the drafter."""
 
-_TOP_K, _WEIGHT_BITS = 64, 24
-"""Rejection: support of a distribution and bits of its weights' sum; large, as nothing is sent."""
+_WEIGHT_BITS = 24
+"""Rejection: bits of a distribution's weights' sum; many, as nothing is sent."""
 
 
 class TargetHead(Head):
@@ -71,7 +71,7 @@ class LocalDrafter(TargetHead):
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.taps = engine, engine.target_taps
-        self._model = DraftModel(engine, top_k=_TOP_K, bits=_WEIGHT_BITS)
+        self._model = DraftModel(engine, bits=_WEIGHT_BITS)
         self._speculations: dict[str, Speculation] = {}
 
     def end(self, session: SessionCopy) -> None:

@@ -43,7 +43,7 @@ MIN_OUTCOME, MAX_BRANCHES = 0.08, 8
 no more than these are followed per proposal. With up to SESSION_ROWS more are followed, in proportion."""
 
 MAX_LEVELS = 2
-"""Verifications whose outcomes are followed, one after another: the running one, and the one after it."""
+"""Upper bound of verifications whose outcomes are followed: the running one, and the one after it."""
 
 
 class Outcome:

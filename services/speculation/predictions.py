@@ -138,8 +138,7 @@ def predictions(
     positions: Sequence[int],
     *,
     temperature: float,
-    top_k: int,
-    bits: int,
+    bits: int = WEIGHT_BITS,
     token_ids: Tensor | None = None,
 ) -> list[Prediction]:
     """Return the predictions after several nodes.
@@ -149,7 +148,6 @@ def predictions(
             coupled and greedy, they need not be normalised.
         noise: The session's noise, of all tokens or of those of the columns; None at temperature 0.
         positions: Absolute positions of the tokens that follow the nodes.
-        top_k: Rejection, block: largest support of the shipped distribution.
         bits: Rejection, block: the weights' sum is 2^bits.
         token_ids: The tokens of the columns, int64, ascending; None: all tokens.
     """
@@ -158,7 +156,7 @@ def predictions(
     elif method.uses_draft_distributions:
         probs = log_probs.double().exp()
         return [
-            _RejectionPrediction(quantise(row, top_k, bits, token_ids), noise, position)
+            _RejectionPrediction(quantise(row, DRAFT_TOP_K, bits, token_ids), noise, position)
             for row, position in zip(probs, positions, strict=True)
         ]
     elif method is VerificationMethod.NAIVE:

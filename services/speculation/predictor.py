@@ -22,7 +22,7 @@ from services.engine.sampling.noise import Noise
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import SessionSpec
 from services.speculation.calibration import Calibration
-from services.speculation.predictions import DRAFT_TOP_K, NOTHING, WEIGHT_BITS, Prediction, predictions
+from services.speculation.predictions import NOTHING, WEIGHT_BITS, Prediction, predictions
 from services.vocabulary.intersection import SharedTokens
 from services.vocabulary.translation import Translation
 
@@ -34,8 +34,7 @@ class DraftModel:
     """A draft model or head, and what all its sessions have in common.
 
     Args:
-        top_k: Rejection: largest support of a shipped distribution.
-        bits: Rejection: its weights' sum is 2^bits.
+        bits: Rejection: the sum of a shipped distribution's weights is 2^bits.
         translation: The vocabularies, if the target's is another one.
 
     Attributes:
@@ -45,14 +44,9 @@ class DraftModel:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        top_k: int = DRAFT_TOP_K,
-        bits: int = WEIGHT_BITS,
-        translation: Translation | None = None,
+        self, engine: Engine, *, bits: int = WEIGHT_BITS, translation: Translation | None = None
     ) -> None:
-        self.engine, self.top_k, self.bits, self.translation = engine, top_k, bits, translation
+        self.engine, self.bits, self.translation = engine, bits, translation
         self.calibration = Calibration()
         self.reduced = engine.keep_reduced() if translation is None else None
         self.shared = None if translation is None else SharedTokens(translation.common, engine.device)
@@ -109,7 +103,6 @@ class Predictor:
             noise,
             positions,
             temperature=session.spec.params.temperature,
-            top_k=model.top_k,
             bits=model.bits,
             token_ids=token_ids,
         )

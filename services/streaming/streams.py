@@ -64,8 +64,10 @@ class Streams:
         """Serve one stream; yields all replies that are ready, in lists.
 
         `parse` turns a block of a client's frame into a validated task. A frame with more than
-        MAX_FRAME_BLOCKS blocks or releases is refused.
+        MAX_FRAME_BLOCKS blocks or releases is refused, and so is a stream that comes after the notice.
         """
+        if self.is_leaving:
+            raise UnavailableError("the worker is shutting down")
         stream = BlockStream(self, parse)
         self.open_streams.add(stream)
         self._empty.clear()
@@ -99,23 +101,19 @@ class Streams:
 
     def _wake_all(self) -> None:
         for stream in self.open_streams:
-            stream.wake()
+            stream.ready.set()
 
 
 class BlockStream:
-    """One stream; all methods run in the event loop."""
+    """One stream; all methods run in the event loop. `ready` makes `run` check again."""
 
     def __init__(self, streams: Streams, parse: Callable[[Any, Deliver], Task]) -> None:
         self._streams, self._parse = streams, parse
         self._pending: set[Task] = set()
         self._outbox: list[Reply] = []
-        self._ready, self._written = asyncio.Event(), asyncio.Event()
+        self.ready, self._written = asyncio.Event(), asyncio.Event()
         self._is_read = self._is_announced = False
         self._failure: GammarayError | None = None
-
-    def wake(self) -> None:
-        """Make `run` check again for replies, a notice or the end."""
-        self._ready.set()
 
     def close(self) -> None:
         """Drop the pending blocks: their replies cannot be sent."""
@@ -130,8 +128,8 @@ class BlockStream:
         reader = asyncio.create_task(self._read(requests))
         try:
             while not self._is_finished():
-                await self._ready.wait()
-                self._ready.clear()
+                await self.ready.wait()
+                self.ready.clear()
                 replies, self._outbox = self._outbox, []
                 must_announce = self._streams.is_leaving and not self._is_announced
                 if replies or must_announce:
@@ -163,7 +161,7 @@ class BlockStream:
                 self._take(frame)
         finally:
             self._is_read = True
-            self._ready.set()
+            self.ready.set()
 
     def _take(self, frame: Any) -> None:
         if frame.releases:
@@ -195,7 +193,7 @@ class BlockStream:
 
     def _refuse(self, block: Any, error: GammarayError) -> None:
         self._outbox.append(Reply(block.request_id, block.session_id, error))
-        self._ready.set()
+        self.ready.set()
 
     def _deliver(self, task: Task, reply: Reply) -> None:
         if isinstance(reply.outcome, AheadWork):
@@ -204,7 +202,7 @@ class BlockStream:
             return
         if reply.outcome is not None:
             self._outbox.append(reply)
-        self._ready.set()
+        self.ready.set()
         if task not in self._pending:  # a further reply to a task that was already answered
             return
         self._pending.discard(task)

@@ -43,8 +43,6 @@ class TargetServicer(target_service_pb2_grpc.TargetServiceServicer):
     async def Verify(
         self, request_iterator: AsyncIterator[pb.VerifyRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.VerifyResponse]:
-        if self._streams.is_leaving:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
         frames = self._streams.serve(request_iterator, self._parse)
         async with guarded(context), aclosing(frames):
             async for replies in frames:

@@ -104,8 +104,6 @@ class DraftSampler(StepSampler):
                 self._noise.of(session.session_id, spec) if spec.params.temperature > 0 else None,
                 [row.position],
                 temperature=spec.params.temperature,
-                top_k=block.top_k,
-                bits=block.weight_bits,
             )
             return Drafted(prediction.choose(block.base_position), prediction.distribution)
         except GammarayError as error:

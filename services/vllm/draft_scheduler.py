@@ -25,7 +25,6 @@ from services.scheduling.masks import compute_masks
 from services.scheduling.scheduler import BlockQueue
 from services.scheduling.sessions import SessionCopy
 from services.scheduling.tasks import ProposeTask, Release, Reply, SessionSpec
-from services.speculation.predictions import DRAFT_TOP_K, WEIGHT_BITS
 from services.vllm.engine import StepResult, VllmEngine
 from services.vllm.messages import DraftBlock, Drafted, Masks
 from services.vllm.request_steps import MAX_STEP_S, RequestSteps, RequestWork, salt_of
@@ -76,24 +75,14 @@ class VllmDraftScheduler:
     """Drafts proposals, which are chains, with vLLM.
 
     Args:
-        draft_top_k: Largest support of a shipped distribution.
-        weight_bits: Its weights' sum is 2^weight_bits.
         ahead_rows: Requests that draft ahead in one step, at most; 0 switches it off.
     """
 
     role: ClassVar[str] = "draft"
     step_timeout_s: float | None = MAX_STEP_S
 
-    def __init__(
-        self,
-        engine: VllmEngine,
-        *,
-        draft_top_k: int = DRAFT_TOP_K,
-        weight_bits: int = WEIGHT_BITS,
-        ahead_rows: int,
-        grammars: Grammars | None = None,
-    ) -> None:
-        self._top_k, self._bits, self._ahead_rows = draft_top_k, weight_bits, ahead_rows
+    def __init__(self, engine: VllmEngine, *, ahead_rows: int, grammars: Grammars | None = None) -> None:
+        self._ahead_rows = ahead_rows
         self._ahead: dict[str, _Ahead] = {}  # by session, oldest first
         self._answered: set[str] = set()  # sessions with a proposal
         self.engine = engine
@@ -161,7 +150,7 @@ class VllmDraftScheduler:
         if going_on is None:
             spec, salt = session.spec, salt_of(session)
             drafting.request_id = self.engine.open(session.session_id, session.tokens, spec, salt)
-            self.engine.post(drafting.request_id, DraftBlock(task.base_position, self._top_k, self._bits))
+            self.engine.post(drafting.request_id, DraftBlock(task.base_position))
         else:
             for token_id in (self.engine.tokens(going_on) or ())[len(session.tokens) :]:
                 if not drafting.is_complete:

@@ -45,8 +45,6 @@ class DraftBlock:
     """What a draft model draws the tokens of a proposal by."""
 
     base_position: int  # number of committed tokens, which keys the draft's own draws
-    top_k: int  # rejection, block: largest support of a shipped distribution
-    weight_bits: int  # its weights' sum is 2^weight_bits
 
 
 @dataclass(frozen=True, slots=True)

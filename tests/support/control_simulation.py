@@ -77,7 +77,7 @@ class World:
             return 1.0
         if shape.max_nodes <= shape.depth:
             return tree_tokens(self.by_depth(shape.depth), (), shape.depth)[-1]
-        return [1.0, *tree_tokens(self.by_depth(shape.depth), self.rescue, shape.max_nodes, 0.02)][-1]
+        return [1.0, *tree_tokens(self.by_depth(shape.depth), self.rescue, self.num_nodes(shape))][-1]
 
     def draft_s(self, shape: Shape) -> float:
         """Return the mean wait for a proposal, the drafter being up to date, in units."""

@@ -174,8 +174,7 @@ class Drafter:
         self, engine: TableEngine, ahead_rows: int = 0, max_batch_tokens: int = 64, **ahead: float
     ) -> None:
         self.engine: Any = engine
-        limits, shipped = Limits(max_batch_tokens, 16), {"draft_top_k": 8, "weight_bits": 10}
-        self.scheduler = DraftScheduler(self.engine, limits, **shipped, ahead_rows=ahead_rows, **ahead)
+        self.scheduler = DraftScheduler(engine, Limits(max_batch_tokens, 16), ahead_rows=ahead_rows, **ahead)
 
     def task(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import torch
 from scipy import stats
@@ -18,7 +19,6 @@ from tests.support.maths_helpers import Context, paths_of
 from tests.support.processing_helpers import processed
 
 Drafter = Callable[["Speculator", Context], Proposal]
-BITS = 10
 
 
 class TableModel:
@@ -55,7 +55,6 @@ class Speculator:
     prompt: Context = (0, 1)
     eos: tuple[int, ...] = ()
     offset: int = 0
-    top_k: int = 4
     bias: float = 0.0
     known: dict[object, Tensor] = field(default_factory=dict)
 
@@ -74,9 +73,8 @@ class Speculator:
         tokens, distributions, base = list[int](), [], self.offset + len(context)
         for index in range(gamma):
             row = self.rows(self.draft, (*context, *tokens), Proposal())[0]
-            token_id, distribution, _ = propose_token(
-                self.method, row, self.noise, base, base + index, self.top_k, BITS
-            )
+            with patch("services.speculation.predictions.DRAFT_TOP_K", 4):  # distributions are cut
+                token_id, distribution, _ = propose_token(self.method, row, self.noise, base, base + index)
             tokens.append(token_id)
             distributions.append(distribution)
         are_sampled = bool(distributions) and distributions[0] is not None
@@ -97,18 +95,10 @@ class Speculator:
 
 
 def propose_token(
-    method: VerificationMethod,
-    log_probs_row: Tensor,
-    noise: Noise | None,
-    base: int,
-    position: int,
-    top_k: int,
-    bits: int,
+    method: VerificationMethod, log_probs_row: Tensor, noise: Noise | None, base: int, position: int
 ) -> tuple[int, SparseDistribution | None, float]:
     """Return the draft's token after one node, the distribution it was sampled from, and its confidence."""
-    (prediction,) = predictions(
-        method, log_probs_row[None], noise, [position], temperature=1.0, top_k=top_k, bits=bits
-    )
+    (prediction,) = predictions(method, log_probs_row[None], noise, [position], temperature=1.0)
     return prediction.choose(base), prediction.distribution, prediction.confidence(base)
 
 

@@ -32,7 +32,6 @@ from tests.support.vllm_helpers import (
 )
 from tests.vllm.conftest import LIMITS, MAX_POSITIONS
 
-SHIPPED = {"draft_top_k": 8, "weight_bits": 10}
 DRAWN = SamplingParams(seed=1)
 
 
@@ -57,7 +56,7 @@ def scheduler_of(engine, llama, ahead_rows: int) -> Iterator:
     from services.vllm.draft_scheduler import VllmDraftScheduler
 
     grammars = Grammars(str(llama), engine.vocab_size)
-    scheduler = VllmDraftScheduler(engine, ahead_rows=ahead_rows, grammars=grammars, **SHIPPED)
+    scheduler = VllmDraftScheduler(engine, ahead_rows=ahead_rows, grammars=grammars)
     yield scheduler
     scheduler.step()
     scheduler.release([Release(name, 0, True) for name in list(scheduler.queue.sessions)])
@@ -88,7 +87,7 @@ def ahead(ready, llama):
 def cpu_drafts(llama):
     engine = load_engine(str(llama))
     grammars = Grammars(str(llama), engine.vocab_size)
-    return DraftScheduler(engine, LIMITS, ahead_rows=0, grammars=grammars, **SHIPPED)
+    return DraftScheduler(engine, LIMITS, ahead_rows=0, grammars=grammars)
 
 
 def sessions_with(

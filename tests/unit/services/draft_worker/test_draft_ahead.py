@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gammaray.types import SamplingParams, VerificationMethod
-from services.own.lookahead import MANY_ROWS, measure_rows
+from services.own.lookahead import MANY_ROWS, SLOW_S, measure_ahead
 from services.scheduling.tasks import Prepared, Release
 from services.speculation.outcomes import AHEAD_ROWS, SESSION_ROWS
 from services.speculation.proposals import RUN
@@ -99,6 +99,9 @@ def test_ahead_prepares_for_the_verification_after_the_running_one(method):
         assert any(other.token_ids == before for other in prepared)
         proposal = Drafter(TableEngine(spread=9.0)).ask([*PROMPT, *one.token_ids], gamma, **fields).outcome
         assert one.proposal == proposal
+    one_level = Drafter(TableEngine(spread=9.0), ahead_rows=3, ahead_levels=1)
+    first = prepared_after(one_level, gamma, **fields)
+    assert max(len(one.token_ids) for one in first) == gamma + 1
 
 
 def test_ahead_follows_more_outcomes_where_rows_are_free():
@@ -107,18 +110,21 @@ def test_ahead_follows_more_outcomes_where_rows_are_free():
     assert many > 1.5 * few > 0
 
 
-@pytest.mark.parametrize(("row_s", "wanted"), [(0.0, MANY_ROWS[0]), (0.02, MANY_ROWS[1]), (0.2, AHEAD_ROWS)])
-def test_rows_of_ahead_are_those_that_cost_nothing(row_s, wanted, monkeypatch):
+@pytest.mark.parametrize(("row", "wanted"), [(0.0, MANY_ROWS[0]), (0.02, MANY_ROWS[1]), (0.2, AHEAD_ROWS)])
+@pytest.mark.parametrize(("forward_s", "levels"), [(SLOW_S / 2, 2), (SLOW_S * 2, 1)])
+def test_ahead_has_rows_that_cost_nothing_and_levels_that_it_can_afford(
+    row, wanted, forward_s, levels, monkeypatch
+):
     engine, clock = TableEngine(), [0.0]
     step = engine.step
 
     def timed(feeds):
-        clock[0] += 1.0 + row_s * sum(len(feed.token_ids) for feed in feeds)
+        clock[0] += forward_s * (1.0 + row * sum(len(feed.token_ids) for feed in feeds))
         return step(feeds)
 
     monkeypatch.setattr(engine, "step", timed)
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    assert measure_rows(engine) == (wanted, pytest.approx((1.0 + row_s * wanted) / (1.0 + row_s)))
+    assert measure_ahead(engine) == (wanted, pytest.approx((1.0 + row * wanted) / (1.0 + row)), levels)
     assert not engine.caches
 
 

@@ -70,18 +70,18 @@ def test_sample_sparse_over_all_integers_gives_the_exact_distribution():
 
 
 def test_propose_rejection_samples_from_the_sent_distribution():
-    noise, log_probs = Noise(5, 0, VOCAB), row()
+    noise, log_probs = Noise(5, 0, 100), row(vocab_size=100)
     for base in range(50):
-        token_id, distribution, _ = propose_token(REJECTION, log_probs, noise, base, 80, 8, 10)
-        assert distribution == quantise(log_probs.double().exp(), 8, 10)
-        assert token_id == sample_sparse(distribution, noise.draft_bits(base, 80, 10))
+        token_id, distribution, _ = propose_token(REJECTION, log_probs, noise, base, 80)
+        assert distribution == quantise(log_probs.double().exp(), 64, 12)
+        assert token_id == sample_sparse(distribution, noise.draft_bits(base, 80, 12))
 
 
 def test_propose_coupled_is_the_gumbel_max_draw_with_shared_noise():
     noise = Noise(5, 0, VOCAB)
     for position in range(100):
         log_probs = row(position)
-        token_id, distribution, confidence = propose_token(COUPLED, log_probs, noise, 0, position, 8, 10)
+        token_id, distribution, confidence = propose_token(COUPLED, log_probs, noise, 0, position)
         scores = log_probs + noise.gumbel(position, 1)[0]
         assert distribution is None
         assert token_id == int(scores.argmax())
@@ -91,7 +91,7 @@ def test_propose_coupled_is_the_gumbel_max_draw_with_shared_noise():
 
 def test_propose_naive_samples_the_draft_without_shared_noise():
     noise, log_probs = Noise(5, 0, VOCAB), row()
-    drawn = [propose_token(NAIVE, log_probs, noise, base, 7, 8, 10) for base in range(4000)]
+    drawn = [propose_token(NAIVE, log_probs, noise, base, 7) for base in range(4000)]
     counts = torch.tensor([token_id for token_id, _, _ in drawn]).bincount(minlength=VOCAB)
     expected = 4000 * log_probs.double().exp()
     assert float(((counts - expected) ** 2 / expected).sum()) < 85.4  # 49 degrees of freedom, p = .001
@@ -103,6 +103,6 @@ def test_propose_naive_samples_the_draft_without_shared_noise():
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_propose_greedy_takes_raw_logits(method):
     logits = torch.tensor([0.0, 3.0, 3.0, -1.0])
-    token_id, distribution, confidence = propose_token(method, logits, None, 0, 0, 8, 10)
+    token_id, distribution, confidence = propose_token(method, logits, None, 0, 0)
     assert (token_id, distribution) == (1, None)
     assert confidence == pytest.approx(float((logits / draw_temperature(0.0)).softmax(-1)[1]))

@@ -55,7 +55,7 @@ def logits_of(vocabulary, probs):
 
 def proposal_of(session, *rows, bits=12):
     """Return the proposal of as many tokens as there are rows of logits, and the draft tokens fed for it."""
-    model = DraftModel(ENGINE, top_k=64, bits=bits, translation=TRANSLATION)
+    model = DraftModel(ENGINE, bits=bits, translation=TRANSLATION)
     speculation = Speculation(model, session)
     speculation.translate()
     speculation.begin()

@@ -121,7 +121,7 @@ def test_coupled_tree_is_lossless(tokens, parents, seed):
 
 def test_rejection_confidence_depends_on_the_distribution_only():
     noise, row = Noise(3, 0, 64), torch.randn(64, generator=torch.manual_seed(0)).log_softmax(-1)
-    drawn = [propose_token(REJECTION, row, noise, base, 200, 16, 12) for base in range(100)]
+    drawn = [propose_token(REJECTION, row, noise, base, 200) for base in range(100)]
     assert len({token_id for token_id, _, _ in drawn}) > 5
     assert len({confidence for _, _, confidence in drawn}) == 1
     distribution = drawn[0][1]

@@ -362,7 +362,6 @@ def test_draft_setting_quantises_drafts_and_never_targets(tmp_path, monkeypatch)
     ("arch", "how", "reason"),
     [
         ("llama", {"engine": "transformers"}, "the engine is transformers"),
-        ("llama", {"dtype": "float16"}, "float16 is not covered"),
         ("gemma2", {}, "gemma2 is not covered"),
     ],
 )
