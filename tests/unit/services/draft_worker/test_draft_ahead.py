@@ -112,9 +112,7 @@ def test_ahead_follows_more_outcomes_where_rows_are_free():
 
 @pytest.mark.parametrize(("row", "wanted"), [(0.0, MANY_ROWS[0]), (0.02, MANY_ROWS[1]), (0.2, AHEAD_ROWS)])
 @pytest.mark.parametrize(("forward_s", "levels"), [(SLOW_S / 2, 2), (SLOW_S * 2, 1)])
-def test_ahead_has_rows_that_cost_nothing_and_levels_that_it_can_afford(
-    row, wanted, forward_s, levels, monkeypatch
-):
+def test_ahead_has_free_rows_and_levels_it_can_afford(row, wanted, forward_s, levels, monkeypatch):
     engine, clock = TableEngine(), [0.0]
     step = engine.step
 

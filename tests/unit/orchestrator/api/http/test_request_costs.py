@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import random
+import threading
 import tracemalloc
 from pathlib import Path
 from unittest.mock import Mock
@@ -246,15 +247,17 @@ async def test_tokenising_for_disconnected_callers_is_dropped():
 
         def encode(self, text, *, is_start=True):
             self.num_texts += 1
+            assert cancelled.wait(60)
             return super().encode(text, is_start=is_start)
 
-    tokenizer = Counting(resolve_model("demo"))
+    tokenizer, cancelled = Counting(resolve_model("demo")), threading.Event()
     calls = [asyncio.create_task(tokenizer.encode_long(f"{n} " * 20_000)) for n in range(40)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
+    cancelled.set()
     assert await tokenizer.encode_long("a b") == tokenizer.encode("a b")
     assert tokenizer.num_texts <= 2 + NUM_THREADS  # those that had begun, and the two of the last line
 
