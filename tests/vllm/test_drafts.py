@@ -147,15 +147,15 @@ def test_a_grammar_masks_each_drafted_token(drafts, cpu_drafts, method):
 
 
 def test_an_end_of_sequence_ends_a_chain_but_not_its_duration_where_distributions_are_shipped(drafts):
-    for method, num_forwards in ((VerificationMethod.COUPLED, 3), (VerificationMethod.REJECTION, 6)):
+    for method, num_forwards in ((VerificationMethod.COUPLED, 4), (VerificationMethod.REJECTION, 6)):
         (session,) = sessions_with(DRAWN, method, count=1)
         (whole,) = draft(drafts, [session], 6)
-        end = whole.token_ids[2]
-        assert end not in whole.token_ids[:2]
+        end = whole.token_ids[3]
+        assert end not in whole.token_ids[:3]
         ending = Session(session.prompt, DRAWN, method, eos_token_ids=(end,))
         (reply,) = answers(drafts, [draft_task(ending, 6)])
-        assert reply.outcome.token_ids == whole.token_ids[:3]
-        assert len(reply.outcome.draft_distributions or ()) == (3 if num_forwards == 6 else 0)
+        assert reply.outcome.token_ids == whole.token_ids[:4]
+        assert len(reply.outcome.draft_distributions or ()) == (4 if num_forwards == 6 else 0)
         assert reply.timing.num_forwards == num_forwards
 
 
