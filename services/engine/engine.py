@@ -42,12 +42,12 @@ class Engine(CacheStore):
         runner: Runner,
         shape: CacheShape,
         budget_bytes: int,
+        dtype: torch.dtype | None = None,
         *,
         model_name: str,
         vocab_size: int,
         max_context: int,
         kernel: str = "",
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(shape, budget_bytes)
         self.model_name = model_name

@@ -55,7 +55,8 @@ def load_engine(
         engine: "native" is the compiled CPU kernel, "transformers" the model's own layers, "auto" the kernel
             where it covers the model.
         weights: "auto" (as `dtype`) or "int8": a draft's setting `draft_weights`. The engine then serves the
-            quantised model, on AVX512-VNNI with inputs of 16 bits; never quantise a target.
+            quantised model, whatever `dtype` is, on AVX512-VNNI with inputs of 16 bits; never quantise a
+            target.
         draft_for: The target of a drafter, "" if it is not known; None: the model is no drafter. See
             `services.engine.core.drafter`.
 
@@ -82,16 +83,8 @@ def load_engine(
         use_threads(threads)
     if weights != "auto":
         kernel = f"{kernel}, {weights} weights"
-    built = Engine(
-        runner,
-        shape,
-        cache_budget_bytes,
-        model_name=model,
-        vocab_size=layout.vocab_size,
-        max_context=loaded.max_context,
-        kernel=kernel,
-        dtype=loaded.dtype,
-    )
+    sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
+    built = Engine(runner, shape, cache_budget_bytes, loaded.dtype, model_name=model, kernel=kernel, **sizes)
     _log_kernel(built)
     with _first_forwards(loaded):
         check_model(built, loaded, is_quantised=bool(quantised))
