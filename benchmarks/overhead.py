@@ -165,12 +165,13 @@ def cpu_seconds() -> dict[str, float]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             times = process.cpu_times()
-            found[_kind(" ".join(process.cmdline()))] += times.user + times.system
+            found[kind_of(process)] += times.user + times.system
     return found
 
 
-def _kind(command: str) -> str:
+def kind_of(process: psutil.Process) -> str:
     """Return the kind of a process; what serves no request itself, such as Ray's own processes, is other."""
+    command = " ".join(process.cmdline())
     return next((kind for kind, words in KINDS.items() if any(word in command for word in words)), "other")
 
 

@@ -71,7 +71,8 @@ class CycleCosts:
     miss_s: float  # wait for a proposal that was not prepared, without its forwards
     forward_s: float  # of the draft, by token of that proposal
     hit_s: float  # wait for a prepared proposal
-    hits: tuple[float, float]  # share of prepared proposals after a rejection, and after none
+    # By proposed tokens, 0 to MAX_GAMMA: share of prepared proposals after a rejection, and after none.
+    hits: tuple[tuple[float, ...], tuple[float, ...]]
 
     @property
     def rows(self) -> RowCosts:
@@ -93,7 +94,7 @@ def agreement(cycles: Sequence[CycleRecord]) -> tuple[bool | None, ...]:
 def costs_of(by_gamma: dict[int, list[Sequence[CycleRecord]]]) -> CycleCosts:
     """Return the costs of completions by gamma; their first cycles, with the prompt, are left out."""
     verify, waits, hit_waits = dict[int, list[float]](), list[tuple[int, float]](), list[float]()
-    was_hit: dict[bool, list[bool]] = {False: [], True: []}
+    was_hit: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
     for gamma, completions in by_gamma.items():
         for cycles in completions:
             for before, cycle in itertools.pairwise(cycles[1:]):
@@ -102,23 +103,33 @@ def costs_of(by_gamma: dict[int, list[Sequence[CycleRecord]]]) -> CycleCosts:
                 verify.setdefault(gamma, []).append(cycle.verify_s)
                 if gamma == 0:
                     continue
-                was_hit[before.accepted == before.drafted].append(cycle.draft_ahead_hit)
+                known = was_hit[before.accepted == before.drafted]
+                known.setdefault(gamma, []).append(cycle.draft_ahead_hit)
                 if cycle.draft_ahead_hit:
                     hit_waits.append(cycle.propose_s)
                 else:
                     waits.append((gamma, cycle.propose_s))
-    measured = sorted(verify)
-    medians = [statistics.median(verify[gamma]) for gamma in measured]
-    verify_s = np.interp(range(MAX_GAMMA + 1), measured, medians)
+    verify_s = _interpolated(verify, statistics.median)
     forward_s, miss_s = np.polyfit(*zip(*waits, strict=True), 1) if len(waits) > 1 else (0.0, 0.0)
-    hits = [statistics.mean(found) if found else 0.0 for found in was_hit.values()]
+    rejected, accepted = (_interpolated(found) for found in was_hit.values())
     return CycleCosts(
-        tuple(map(float, verify_s)),
+        verify_s,
         max(0.0, float(miss_s)),
         max(0.0, float(forward_s)),
         statistics.median(hit_waits) if hit_waits else 0.0,
-        (float(hits[0]), float(hits[1])),
+        (rejected, accepted),
     )
+
+
+def _interpolated(
+    by_gamma: dict[int, list[float]], mean: Callable[[list[float]], float] = statistics.mean
+) -> tuple[float, ...]:
+    """Return the mean of each gamma from 0 to MAX_GAMMA; 0 if there is none at all."""
+    known = sorted(by_gamma)
+    found = (
+        np.interp(range(MAX_GAMMA + 1), known, [mean(by_gamma[gamma]) for gamma in known]) if known else ()
+    )
+    return tuple(map(float, found)) or (0.0,) * (MAX_GAMMA + 1)
 
 
 def play(
@@ -133,16 +144,17 @@ def play(
     alpha = sum(known) / len(known) if known else 0.0
     agreed = [rng.random() < alpha if found is None else found for found in text.is_agreed]
     position, total_s, drift, gammas = 0, 0.0, 0.0, list[int]()
-    num_before, num_first, was_accepted, is_first = 0, 0, False, True
+    num_before, drafted, num_first, was_accepted, is_first = 0, 0, 0, False, True
     while position < len(agreed):
         shape = next_shape()
         gamma, left = shape.depth, agreed[position:]
         accepted = next((n for n, found in enumerate(left[:gamma]) if not found), min(gamma, len(left)))
-        wait_s = 0.0
+        wait_s, is_prepared = 0.0, False
         if gamma:
-            is_known = num_before > 0 and rng.random() < costs.hits[was_accepted]
-            lacking = max(0, gamma - num_before) if is_known else gamma
-            wait_s = costs.miss_s + costs.forward_s * lacking if lacking else costs.hit_s
+            is_prepared = num_before > 0 and rng.random() < costs.hits[was_accepted][drafted]
+            gamma = min(gamma, num_before) if is_prepared else min(gamma, shape.drafted_depth or gamma)
+            accepted = min(accepted, gamma)
+            wait_s = costs.hit_s if is_prepared else costs.miss_s + costs.forward_s * gamma
         drift = 0.95 * drift + rng.gauss(0.0, DRIFT)
         slow = max(0.5, 1.0 + drift)
         verify_s = costs.verify_s[gamma]
@@ -151,19 +163,27 @@ def play(
             gammas.append(gamma)
         wait_s *= slow * max(0.5, rng.gauss(1.0, NOISE))
         verify_s *= slow * max(0.5, rng.gauss(1.0, NOISE))
-        observe(_cycle(shape, accepted, wait_s, verify_s, is_first=is_first))
+        observe(_cycle(shape, gamma, accepted, wait_s, verify_s, is_first=is_first, is_prepared=is_prepared))
         position += accepted + 1
         if is_first:
             num_first = position
-        num_before, was_accepted, is_first = gamma, accepted == gamma, False
+        num_before, drafted, was_accepted, is_first = shape.depth, gamma, accepted == gamma, False
     return total_s, len(agreed) - num_first, gammas
 
 
-def _cycle(shape: Shape, accepted: int, wait_s: float, verify_s: float, *, is_first: bool) -> Cycle:
-    gamma = shape.depth
+def _cycle(
+    shape: Shape,
+    gamma: int,
+    accepted: int,
+    wait_s: float,
+    verify_s: float,
+    *,
+    is_first: bool,
+    is_prepared: bool,
+) -> Cycle:
     tested = min(gamma, accepted + 1)
     return Cycle(
-        gamma=gamma,
+        gamma=shape.depth,
         num_drafted=gamma,
         num_tested=tested,
         num_accepted=accepted,
@@ -176,6 +196,7 @@ def _cycle(shape: Shape, accepted: int, wait_s: float, verify_s: float, *, is_fi
         verify_s=verify_s,
         total_s=wait_s + verify_s,
         is_first=is_first,
+        is_prepared=is_prepared,
         draft_failed=False,
         shape=shape,
         levels=tuple((1, 0 if depth < accepted else -1) for depth in range(tested)),
@@ -233,11 +254,11 @@ async def collect(client: AsyncClient, options: Any, console: Console) -> tuple[
                     Ask(prompt, options.tokens, temperature, seed)
                 )
                 cycles = await cycles_of(client, sample)
-                by_gamma.setdefault(MAX_GAMMA, []).append(cycles)
                 texts.append(Text(category, temperature, agreement(cycles)))
                 console.print(f"{category}, temperature {temperature:g}: {len(cycles)} cycles")
-    for gamma in SWEEP[:-1]:
-        for found in list(by_category.values())[: options.swept]:
+    rng = random.Random(0)
+    for found in list(by_category.values())[: options.swept]:
+        for gamma in rng.sample(SWEEP, len(SWEEP)):  # the machine becomes slower and faster by the minute
             sample = await Stack(str(gamma), client).sample(Ask(found[-1], options.tokens, 0.0, 0))
             by_gamma.setdefault(gamma, []).append(await cycles_of(client, sample))
     return texts, costs_of(by_gamma)
@@ -257,7 +278,8 @@ async def run(options: Any) -> dict[str, Any]:
         texts, costs = load(Path(options.result))
     else:
         console.print("starting the cluster ...")
-        async with connected(options.target, options.draft, weights=options.draft_weights) as client:
+        how = {"weights": options.draft_weights, "dtype": options.dtype}
+        async with connected(options.target, options.draft, **how) as client:
             texts, costs = await collect(client, options, console)
     rows = replay(texts, costs, options.repetitions)
     table = plain_table(
@@ -292,6 +314,7 @@ def main() -> None:
     parser.add_argument("--target", default=DEMO_PAIR, help="directory or hub name")
     parser.add_argument("--draft", default=DEMO_PAIR, help="directory or hub name")
     parser.add_argument("--draft-weights", choices=("auto", "int8"), default="int8")
+    parser.add_argument("--dtype", default="auto", help="of the workers' arithmetic")
     parser.add_argument("--prompts", type=int, default=1, help="of each category (default: 1)")
     parser.add_argument("--skip", type=int, default=0, help="prompts of each category before them")
     parser.add_argument("--tokens", type=int, default=128, help="per completion (default: 128)")

@@ -24,6 +24,8 @@ class Shape:
 
     depth: int  # upper bound of the longest path, in tokens: gamma. 0 is plain decoding
     max_nodes: int = 0  # upper bound of nodes; up to `depth` the proposal is a chain, above it may be a tree
+    # Depth up to which a chain is drafted on request, 0: all; what is deeper is proposed if it was prepared.
+    drafted_depth: int = 0
     reason: str = field(default="", compare=False)  # the controller's; this and the rest are not on the wire
     is_fallback: bool = field(default=False, compare=False)  # the allowed drafter cannot propose
     drafter: DrafterKind = field(default=DrafterKind.MODEL, compare=False)  # kind that proposes
@@ -37,6 +39,11 @@ class Shape:
     def chain(self) -> Shape:
         """The shape without trees."""
         return replace(self, max_nodes=0) if self.is_tree else self
+
+    @property
+    def whole(self) -> Shape:
+        """The shape of which all is drafted."""
+        return replace(self, drafted_depth=0) if self.drafted_depth else self
 
     def clipped(self, depth: int) -> Shape:
         """Return the shape with at most `depth` levels."""

@@ -36,7 +36,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", default=DEMO_PAIR, help="model directory, or demo (default)")
     add("--draft", help="directory of a draft model, or demo")
     add("--head", help="directory of a head or draft model in the target worker")
-    add("--weights", default="auto", help="of that: auto (default) or int8")
+    add(
+        "--in-target",
+        type=_list,
+        default="",
+        help="directories of heads or draft models, comma-separated, each in the target worker of a cluster "
+        "of its own: drafting in turn",
+    )
+    add("--weights", default="auto", help="of all of these: auto (default) or int8")
     add("--dtype", default="auto", help="of gammaray's arithmetic; default auto")
     add("--categories", type=_list, default=CATEGORIES, help="comma-separated; default: all")
     add("--prompts", dest="num_prompts", type=int, default=3, help="per category, up to 10; default 3")

@@ -6,17 +6,19 @@ import itertools
 import os
 import random
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.baselines import REFERENCE, Peer, running_baselines
 from benchmarks.cluster import ClusterError, connected
+from benchmarks.overhead import kind_of
 from benchmarks.peers.figures import equality, figures, table
 from benchmarks.peers.llama_server import (
     LLAMA,
@@ -83,6 +85,7 @@ class Settings:
     dtype: str = "auto"
     ignore_eos: bool = True
     gammas: tuple[int, ...] = ()
+    in_target: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         load_tasks(self.categories, self.num_prompts)
@@ -96,6 +99,9 @@ class Settings:
             raise ValueError("weights: neither auto nor int8")
         if unknown := [name for name in self.without if name not in SYSTEMS]:
             raise ValueError(f"without: {', '.join(unknown)} is none of {', '.join(SYSTEMS)}")
+        names = [Path(path).name for path in self.in_target]
+        if len(set(names)) < len(names):
+            raise ValueError(f"in-target: got directories of the same name, {', '.join(names)}")
         if any(temperature < 0 for temperature in self.temperatures):
             raise ValueError("temperature: a negative one")
         if self.llama_server and self.gguf is None:
@@ -204,6 +210,7 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
                 title = f"temperature {temperature:g}, {streams} in flight, {category}"
                 console.print(table(title, point["rows"], point["equality"]))
                 points.append(point)
+        memory_mb = {name: resident_mb(processes) for name, processes in started.processes.items()}
     if not points:
         raise ClusterError("; ".join(failures))
     return {
@@ -213,6 +220,7 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
         "left_out": left_out,
         "workload_fingerprint": fingerprint([" ".join(map(str, ids)) for ids in prompts.values()]),
         "failures": failures,
+        "memory_mb": memory_mb,
         "points": points,
     }
 
@@ -226,12 +234,16 @@ class _Started:
         peers: Systems of transformers, which completes one prompt per call: measured with one in flight only.
         llama: Those of llama.cpp.
         gammas: Those of gammaray's that are fixed, besides 0.
+        in_target: Clients of clusters that draft in the target worker, by name.
+        processes: Those of each program.
     """
 
     client: AsyncClient
     peers: list[System]
     llama: list[System]
     gammas: tuple[int, ...]
+    in_target: dict[str, AsyncClient]
+    processes: dict[str, list[psutil.Process]]
 
     def at(self, streams: int, without: Collection[str]) -> list[System]:
         """Return the systems to measure with that many completions in flight.
@@ -242,6 +254,9 @@ class _Started:
         systems = [*(self.peers if streams == 1 else ()), *self.llama]
         systems += [kind(gamma, self.client) for gamma in (0, *self.gammas)]
         systems += [kind("adaptive", self.client, options=how, name=name) for name, how in VARIANTS.items()]
+        for name, client in self.in_target.items():
+            systems += [kind(g, client, name=f"gammaray-{g}, in the target: {name}") for g in self.gammas]
+            systems.append(kind("adaptive", client, name=f"gammaray-adaptive, in the target: {name}"))
         return [system for system in systems if system.name not in without]
 
 
@@ -256,9 +271,23 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
     if wanted := [name for name in names if name not in settings.without]:  # it holds the models once more
         baselines = await stack.enter_async_context(running_baselines(settings.target, ordinary, threads))
         peers = [Peer(name, baselines) for name in wanted]
-    pair = settings.target, settings.draft, settings.head, settings.weights
-    cluster = connected(*pair, dtype=settings.dtype)
+    weights, dtype = settings.weights, settings.dtype
+    processes: dict[str, list[psutil.Process]] = {}
+    before = set(_below())
+
+    def started(name: str) -> None:
+        processes[name] = [process for process in _below() if process not in before]
+        before.update(processes[name])
+
+    cluster = connected(settings.target, settings.draft, settings.head, weights, dtype=dtype)
     client = await stack.enter_async_context(cluster)
+    started("gammaray")
+    in_target: dict[str, AsyncClient] = {}
+    for head in settings.in_target:
+        name = Path(head).name
+        cluster = connected(settings.target, None, head, weights, dtype=dtype)
+        in_target[name] = await stack.enter_async_context(cluster)
+        started(f"gammaray, in the target: {name}")
     llama: list[System] = []
     if settings.llama_server:
         assert settings.gguf is not None
@@ -268,7 +297,23 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
                 server = running_llama(settings.llama_server, settings.gguf, options, **sizes)
                 url = await stack.enter_async_context(server)
                 llama.append(await stack.enter_async_context(connected_llama(name, url)))
-    return _Started(client, peers, llama, settings.gammas)
+                started(name)
+    return _Started(client, peers, llama, settings.gammas, in_target, processes)
+
+
+def _below() -> list[psutil.Process]:
+    found: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return found
+
+
+def resident_mb(processes: Sequence[psutil.Process]) -> dict[str, float]:
+    """Return the resident memory of these processes by kind."""
+    found: dict[str, float] = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            kind = kind_of(process)
+            found[kind] = found.get(kind, 0.0) + process.memory_info().rss / 2**20
+    return found
 
 
 async def _measure(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gammaray.v1 import types_pb2 as gammaray_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fgammaray/v1/draft_service.proto\x12\x0bgammaray.v1\x1a\x17gammaray/v1/types.proto\"j\n\x0eProposeRequest\x12)\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x19.gammaray.v1.ProposeBlock\x12-\n\x08releases\x18\x02 \x03(\x0b\x32\x1b.gammaray.v1.ReleaseSession\"\xf8\x02\n\x0cProposeBlock\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x15\n\rbase_position\x18\x04 \x01(\r\x12\'\n\x07\x63ontext\x18\x05 \x01(\x0b\x32\x16.gammaray.v1.TokenSpan\x12+\n\x04spec\x18\x06 \x01(\x0b\x32\x18.gammaray.v1.SessionSpecH\x00\x88\x01\x01\x12\r\n\x05gamma\x18\x07 \x01(\r\x12\x11\n\tmax_nodes\x18\x08 \x01(\r\x12\x12\n\ntimeout_ms\x18\n \x01(\r\x12-\n\x05trace\x18\x0b \x01(\x0b\x32\x19.gammaray.v1.TraceContextH\x01\x88\x01\x01\x12\x13\n\x0bwants_ahead\x18\x0c \x01(\x08\x12\x11\n\tis_notice\x18\r \x01(\x08\x42\x07\n\x05_specB\x08\n\x06_traceJ\x04\x08\t\x10\nJ\x04\x08\x0e\x10\x0fR\x0estop_thresholdR\x08\x66\x65\x61tures\"~\n\x0fProposeResponse\x12+\n\x07results\x18\x01 \x03(\x0b\x32\x1a.gammaray.v1.ProposeResult\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\x12)\n\x05\x61head\x18\x03 \x03(\x0b\x32\x1a.gammaray.v1.AheadProposal\"\x94\x01\n\rAheadProposal\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\r\n\x05gamma\x18\x05 \x01(\r\x12\'\n\x08proposal\x18\x06 \x01(\x0b\x32\x15.gammaray.v1.Proposal\"\x81\x02\n\rProposeResult\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12)\n\x08proposal\x18\x03 \x01(\x0b\x32\x15.gammaray.v1.ProposalH\x00\x12\'\n\x04need\x18\x04 \x01(\x0b\x32\x17.gammaray.v1.NeedTokensH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.gammaray.v1.BlockErrorH\x00\x12)\n\x06timing\x18\x06 \x01(\x0b\x32\x19.gammaray.v1.WorkerTiming\x12\x14\n\x0cnum_forwards\x18\x07 \x01(\rB\t\n\x07outcome\"\x15\n\x13GetDraftInfoRequest\"\x92\x03\n\x14GetDraftInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x14\n\x0cnum_sessions\x18\x05 \x01(\r\x12\x12\n\nnum_queued\x18\x06 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12\x63\x61\x63he_budget_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cvocab_sha256\x18\t \x01(\t\x12)\n\x06totals\x18\n \x01(\x0b\x32\x19.gammaray.v1.WorkerTotals\x12\x17\n\x0fmetrics_address\x18\x0b \x01(\t\x12\x13\n\x0bis_draining\x18\x0c \x01(\x08\x12\x0e\n\x06kernel\x18\r \x01(\t\x12\x10\n\x08protocol\x18\x0f \x01(\r\x12\x17\n\x0foldest_protocol\x18\x10 \x01(\r\x12\x0f\n\x07version\x18\x11 \x01(\t\x12\x0f\n\x07\x63lock_s\x18\x12 \x01(\x01J\x04\x08\x0e\x10\x0fR\x08\x66\x65\x61tures2\xad\x01\n\x0c\x44raftService\x12H\n\x07Propose\x12\x1b.gammaray.v1.ProposeRequest\x1a\x1c.gammaray.v1.ProposeResponse(\x01\x30\x01\x12S\n\x0cGetDraftInfo\x12 .gammaray.v1.GetDraftInfoRequest\x1a!.gammaray.v1.GetDraftInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fgammaray/v1/draft_service.proto\x12\x0bgammaray.v1\x1a\x17gammaray/v1/types.proto\"j\n\x0eProposeRequest\x12)\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x19.gammaray.v1.ProposeBlock\x12-\n\x08releases\x18\x02 \x03(\x0b\x32\x1b.gammaray.v1.ReleaseSession\"\x8f\x03\n\x0cProposeBlock\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x15\n\rbase_position\x18\x04 \x01(\r\x12\'\n\x07\x63ontext\x18\x05 \x01(\x0b\x32\x16.gammaray.v1.TokenSpan\x12+\n\x04spec\x18\x06 \x01(\x0b\x32\x18.gammaray.v1.SessionSpecH\x00\x88\x01\x01\x12\r\n\x05gamma\x18\x07 \x01(\r\x12\x11\n\tmax_nodes\x18\x08 \x01(\r\x12\x12\n\ntimeout_ms\x18\n \x01(\r\x12-\n\x05trace\x18\x0b \x01(\x0b\x32\x19.gammaray.v1.TraceContextH\x01\x88\x01\x01\x12\x13\n\x0bwants_ahead\x18\x0c \x01(\x08\x12\x11\n\tis_notice\x18\r \x01(\x08\x12\x15\n\rdrafted_depth\x18\x0f \x01(\rB\x07\n\x05_specB\x08\n\x06_traceJ\x04\x08\t\x10\nJ\x04\x08\x0e\x10\x0fR\x0estop_thresholdR\x08\x66\x65\x61tures\"~\n\x0fProposeResponse\x12+\n\x07results\x18\x01 \x03(\x0b\x32\x1a.gammaray.v1.ProposeResult\x12\x13\n\x0bis_draining\x18\x02 \x01(\x08\x12)\n\x05\x61head\x18\x03 \x03(\x0b\x32\x1a.gammaray.v1.AheadProposal\"\x94\x01\n\rAheadProposal\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\r\n\x05gamma\x18\x05 \x01(\r\x12\'\n\x08proposal\x18\x06 \x01(\x0b\x32\x15.gammaray.v1.Proposal\"\x81\x02\n\rProposeResult\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12)\n\x08proposal\x18\x03 \x01(\x0b\x32\x15.gammaray.v1.ProposalH\x00\x12\'\n\x04need\x18\x04 \x01(\x0b\x32\x17.gammaray.v1.NeedTokensH\x00\x12(\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x17.gammaray.v1.BlockErrorH\x00\x12)\n\x06timing\x18\x06 \x01(\x0b\x32\x19.gammaray.v1.WorkerTiming\x12\x14\n\x0cnum_forwards\x18\x07 \x01(\rB\t\n\x07outcome\"\x15\n\x13GetDraftInfoRequest\"\x92\x03\n\x14GetDraftInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x14\n\x0cnum_sessions\x18\x05 \x01(\r\x12\x12\n\nnum_queued\x18\x06 \x01(\r\x12\x13\n\x0b\x63\x61\x63he_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12\x63\x61\x63he_budget_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cvocab_sha256\x18\t \x01(\t\x12)\n\x06totals\x18\n \x01(\x0b\x32\x19.gammaray.v1.WorkerTotals\x12\x17\n\x0fmetrics_address\x18\x0b \x01(\t\x12\x13\n\x0bis_draining\x18\x0c \x01(\x08\x12\x0e\n\x06kernel\x18\r \x01(\t\x12\x10\n\x08protocol\x18\x0f \x01(\r\x12\x17\n\x0foldest_protocol\x18\x10 \x01(\r\x12\x0f\n\x07version\x18\x11 \x01(\t\x12\x0f\n\x07\x63lock_s\x18\x12 \x01(\x01J\x04\x08\x0e\x10\x0fR\x08\x66\x65\x61tures2\xad\x01\n\x0c\x44raftService\x12H\n\x07Propose\x12\x1b.gammaray.v1.ProposeRequest\x1a\x1c.gammaray.v1.ProposeResponse(\x01\x30\x01\x12S\n\x0cGetDraftInfo\x12 .gammaray.v1.GetDraftInfoRequest\x1a!.gammaray.v1.GetDraftInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,17 +35,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROPOSEREQUEST']._serialized_start=73
   _globals['_PROPOSEREQUEST']._serialized_end=179
   _globals['_PROPOSEBLOCK']._serialized_start=182
-  _globals['_PROPOSEBLOCK']._serialized_end=558
-  _globals['_PROPOSERESPONSE']._serialized_start=560
-  _globals['_PROPOSERESPONSE']._serialized_end=686
-  _globals['_AHEADPROPOSAL']._serialized_start=689
-  _globals['_AHEADPROPOSAL']._serialized_end=837
-  _globals['_PROPOSERESULT']._serialized_start=840
-  _globals['_PROPOSERESULT']._serialized_end=1097
-  _globals['_GETDRAFTINFOREQUEST']._serialized_start=1099
-  _globals['_GETDRAFTINFOREQUEST']._serialized_end=1120
-  _globals['_GETDRAFTINFORESPONSE']._serialized_start=1123
-  _globals['_GETDRAFTINFORESPONSE']._serialized_end=1525
-  _globals['_DRAFTSERVICE']._serialized_start=1528
-  _globals['_DRAFTSERVICE']._serialized_end=1701
+  _globals['_PROPOSEBLOCK']._serialized_end=581
+  _globals['_PROPOSERESPONSE']._serialized_start=583
+  _globals['_PROPOSERESPONSE']._serialized_end=709
+  _globals['_AHEADPROPOSAL']._serialized_start=712
+  _globals['_AHEADPROPOSAL']._serialized_end=860
+  _globals['_PROPOSERESULT']._serialized_start=863
+  _globals['_PROPOSERESULT']._serialized_end=1120
+  _globals['_GETDRAFTINFOREQUEST']._serialized_start=1122
+  _globals['_GETDRAFTINFOREQUEST']._serialized_end=1143
+  _globals['_GETDRAFTINFORESPONSE']._serialized_start=1146
+  _globals['_GETDRAFTINFORESPONSE']._serialized_end=1548
+  _globals['_DRAFTSERVICE']._serialized_start=1551
+  _globals['_DRAFTSERVICE']._serialized_end=1724
 # @@protoc_insertion_point(module_scope)

@@ -67,6 +67,7 @@ class ProposeBlock(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     WANTS_AHEAD_FIELD_NUMBER: _builtins.int
     IS_NOTICE_FIELD_NUMBER: _builtins.int
+    DRAFTED_DEPTH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Chosen by the orchestrator, unique per stream; echoed in the result."""
     session_id: _builtins.str
@@ -86,6 +87,10 @@ class ProposeBlock(_message.Message):
     is_notice: _builtins.bool
     """The orchestrator already has the proposal, from an AheadProposal: only update the context and prepare the
     next proposals. The worker sends no result, not even an error. Default false.
+    """
+    drafted_depth: _builtins.int
+    """Depth up to which the proposal is drafted now, if it is a chain that coupled verification tests. Deeper
+    tokens are proposed only if they were prepared. 0: all of it is drafted.
     """
     @_builtins.property
     def context(self) -> _types_pb2.TokenSpan:
@@ -114,10 +119,11 @@ class ProposeBlock(_message.Message):
         trace: _types_pb2.TraceContext | None = ...,
         wants_ahead: _builtins.bool = ...,
         is_notice: _builtins.bool = ...,
+        drafted_depth: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "context", b"context", "spec", b"spec", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "epoch", b"epoch", "gamma", b"gamma", "is_notice", b"is_notice", "max_nodes", b"max_nodes", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace", "wants_ahead", b"wants_ahead"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_spec", b"_spec", "_trace", b"_trace", "base_position", b"base_position", "context", b"context", "drafted_depth", b"drafted_depth", "epoch", b"epoch", "gamma", b"gamma", "is_notice", b"is_notice", "max_nodes", b"max_nodes", "request_id", b"request_id", "session_id", b"session_id", "spec", b"spec", "timeout_ms", b"timeout_ms", "trace", b"trace", "wants_ahead", b"wants_ahead"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__spec: _TypeAlias = _typing.Literal["spec"]  # noqa: Y015
     _WhichOneofArgType__spec: _TypeAlias = _typing.Literal["_spec", b"_spec"]  # noqa: Y015

@@ -25,7 +25,9 @@ _SLICE = 4096
 
 def shape_to_proto(shape: Shape) -> draft_pb.ProposeBlock:
     """Return a block that asks for a proposal of a shape; its other fields are missing."""
-    return draft_pb.ProposeBlock(gamma=shape.depth, max_nodes=shape.max_nodes)
+    return draft_pb.ProposeBlock(
+        gamma=shape.depth, max_nodes=shape.max_nodes, drafted_depth=shape.drafted_depth
+    )
 
 
 def shape_from_proto(block: draft_pb.ProposeBlock | target_pb.HeadDraft, least: int = 1) -> Shape:
@@ -34,7 +36,8 @@ def shape_from_proto(block: draft_pb.ProposeBlock | target_pb.HeadDraft, least: 
         raise InvalidArgumentError("gamma", block.gamma, f"{least} to {MAX_GAMMA}")
     if block.max_nodes > MAX_NODES:
         raise InvalidArgumentError("max_nodes", block.max_nodes, f"0 to {MAX_NODES}")
-    return Shape(block.gamma, block.max_nodes)
+    drafted_depth = block.drafted_depth if isinstance(block, draft_pb.ProposeBlock) else 0
+    return Shape(block.gamma, block.max_nodes, drafted_depth)
 
 
 def proposal_to_proto(proposal: Proposal) -> pb.Proposal:

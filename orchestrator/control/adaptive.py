@@ -31,6 +31,9 @@ TREE_DEPTHS, TREE_NODES = (1, 2, 3, 4, 6, 8), (2, 4, 8, 16, 32)
 """Trees that are considered, within the request's bounds. The best of them and of all chains has 0.998 of the
 oracle's speed in simulation, mean of 108 worlds; chains alone have 0.906."""
 
+FEW = 3
+"""Tokens at most that are drafted of a chain that was not prepared, if not all are."""
+
 
 class AdaptiveGamma:
     """Chooses the drafter and the shape, gamma 0 included, with the most expected tokens per second.
@@ -49,6 +52,7 @@ class AdaptiveGamma:
         max_nodes: Upper bound of their nodes; up to 1 for chains only.
         max_match: Upper bound of the tokens of a match that are proposed.
         temperature: Of the request.
+        few: Upper bound of the tokens that are drafted of a chain that was not prepared; 0: all are.
 
     Attributes:
         speed: Tokens per second that are expected of the last shape; 0 while no costs are known.
@@ -62,8 +66,9 @@ class AdaptiveGamma:
         *,
         max_match: int = 0,
         temperature: float = 0.0,
+        few: int = FEW,
     ) -> None:
-        self._max_gamma, self._max_match, self._costs = max_gamma, max_match, costs
+        self._max_gamma, self._max_match, self._costs, self._few = max_gamma, max_match, costs, few
         self._acceptance = AcceptanceEstimator(1.0 - RATE, prior_strength=STRENGTH, fleet=costs.acceptance)
         self._of_matches = MatchAcceptance(costs.of_matches, temperature)
         self._matches: Sequence[Match] = ()  # of the cycle that runs
@@ -153,17 +158,18 @@ class AdaptiveGamma:
         draft_s = costs.draft + (plain_s + (model.catch_up_s / HOLD if self._was_plain else 0.0))
         bias, most_rows = model.trees.bias, 2.0 * self._largest
         best, highest, self._expected = _shape(0, 0), 1.0 / plain_s, 0.0
+        chains = [(0.0, 1.0)]  # by depth: tokens, seconds if it is prepared
         tokens = reached = 1.0
         for depth, probability in enumerate(by_depth, 1):
             reached *= probability
             tokens += reached
-            seconds = draft_s + costs.forward * depth + costs.row * added[depth]
-            speed = (tokens - price * depth) / seconds
-            if speed > highest and depth <= most_rows:
-                best, highest = _shape(depth, 0), speed
+            if depth <= most_rows:
+                chains.append((tokens - price * depth, draft_s + costs.row * added[depth]))
+        prepared = [model.prepared_after(depth) for depth in range(len(chains))]
+        best, highest = _best_chain(chains, prepared, costs.forward, self._few, highest)
         for shape, expected in self._trees:
             rows = shape.max_nodes
-            seconds = draft_s + costs.forward * shape.depth + costs.row * added[rows]
+            seconds = draft_s + (1.0 - model.prepared) * costs.forward * shape.depth + costs.row * added[rows]
             speed = (expected * bias - price * rows) / seconds
             if speed > highest and rows <= most_rows:
                 best, highest, self._expected = shape, speed, expected
@@ -212,8 +218,47 @@ class AdaptiveGamma:
         return trees
 
 
+def _best_chain(
+    chains: Sequence[tuple[float, float]],
+    prepared: Sequence[float],
+    forward_s: float,
+    few: int,
+    highest: float,
+) -> tuple[Shape, float]:
+    """Return the chain with most tokens per second, and these; gamma 0 and `highest` if none has more.
+
+    What was prepared is proposed whole. Of another proposal few tokens may be drafted: the session waits
+    less, and the next proposal is prepared more often, as a short one has fewer outcomes.
+
+    Args:
+        chains: Tokens, and seconds without a wait for the draft, by depth.
+        prepared: The share of proposals that are prepared, by the depth of the proposal before.
+        forward_s: Wait for each token that is drafted.
+        few: Upper bound of these tokens, unless the whole chain is drafted.
+    """
+    best = _shape(0, 0)
+    for depth in range(1, len(chains)):
+        for drafted in {*range(1, min(depth, few) + 1), depth}:
+            share = prepared[drafted] / (1.0 - prepared[depth] + prepared[drafted])  # in the long run
+            (tokens, seconds), (others, others_s) = chains[depth], chains[drafted]
+            others_s += forward_s * drafted
+            tokens, seconds = (
+                share * tokens + (1.0 - share) * others,
+                share * seconds + (1.0 - share) * others_s,
+            )
+            speed = tokens / seconds
+            if speed > highest:
+                best = _shape(depth, 0, drafted_depth=drafted if drafted < depth else 0)
+                highest = speed
+    return best, highest
+
+
 @functools.cache
 def _shape(
-    depth: int, max_nodes: int, drafter: DrafterKind = DrafterKind.MODEL, reason: Reason = Reason.BEST
+    depth: int,
+    max_nodes: int,
+    drafter: DrafterKind = DrafterKind.MODEL,
+    reason: Reason = Reason.BEST,
+    drafted_depth: int = 0,
 ) -> Shape:
-    return Shape(depth, max_nodes, reason=reason.value, drafter=drafter)
+    return Shape(depth, max_nodes, drafted_depth, reason.value, drafter=drafter)

@@ -78,7 +78,7 @@ class Costs(NamedTuple):
 
     fixed: float  # of every cycle
     draft: float  # of a proposal of a draft model, whatever its size
-    forward: float  # of a forward of the draft model, one per depth; 0 for a parallel one, which runs one
+    forward: float  # of a draft's forward that the cycle waits for, one per depth; 0 for a parallel draft
     row: float  # of a proposed token that the target verifies, the mean one of `RowCosts`
     session: float  # of another session that waits for the same target worker
     others_row: float  # of a proposed token of those sessions
@@ -108,6 +108,7 @@ class CostModel:
     Attributes:
         rows: Of the target workers; set when these are known.
         has_drafted: Whether a proposal of the model was measured.
+        prepared: Recent share of the model's proposals that were prepared before they were requested.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
@@ -125,6 +126,7 @@ class CostModel:
         self.mean, self.covariance = Costs(*[0.0] * _SIZE), [[0.0] * _SIZE for _ in range(_SIZE)]
         self._noise, self._bias = FIRST_NOISE**2, 0.0
         self._num_cycles, self._has_plain, self.has_drafted = 0, False, False
+        self.prepared, self._drafted = 0.0, 1.0
         self._tokens = self._seconds = 0.0
 
     @property
@@ -163,6 +165,15 @@ class CostModel:
         """Return the tokens that the other sessions lose by a row of this one's."""
         return self.num_waiting * self.tokens_per_s * costs.others_row
 
+    def prepared_after(self, depth: int) -> float:
+        """Return the probability that the proposal after one of this depth is prepared.
+
+        A verification that ends at one of `depth` + 1 places has as many likely outcomes, of which about the
+        same number is prepared.
+        """
+        odds = self.prepared * self._drafted
+        return odds / (odds + (1.0 - self.prepared) * depth) if odds > 0 else 0.0
+
     def observe(
         self, cycle: Cycle, *, was_plain: bool, is_entry: bool = False, by_other: bool = False
     ) -> None:
@@ -176,6 +187,9 @@ class CostModel:
         is_drafted = cycle.gamma > 0 and cycle.shape.drafter.is_model and not by_other
         if is_drafted and tested:
             self.acceptance.observe(tested, accepted)
+        if is_drafted and cycle.num_drafted > 0:
+            self.prepared += RATE * (cycle.is_prepared - self.prepared)
+            self._drafted += RATE * (cycle.num_drafted - self._drafted)
         share = max(LEAST_WEIGHT, _share(cycle))
         if share == LEAST_WEIGHT and self._rng.random() * LEAST_WEIGHT >= _share(cycle):
             return
@@ -322,7 +336,7 @@ def _work_of(cycle: Cycle, row_costs: RowCosts) -> Costs:
     return Costs(
         fixed=1.0,
         draft=float(forwards > 0),
-        forward=float(forwards),
+        forward=0.0 if cycle.is_prepared else float(forwards),
         row=row_costs.added(sessions + rows)[cycle.num_drafted],
         session=sessions,
         others_row=rows,

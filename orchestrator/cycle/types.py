@@ -149,7 +149,7 @@ class Cycle:
     drafter_version: int = 0  # version of the head or draft model that proposed, see `Proposal`
     draft_worker: str = ""  # address of the draft worker that proposed, "" for none
     is_fallback: bool = False  # whether the drafter that the request allows could not propose
-    is_prepared: bool = False  # whether the proposal had arrived before it was requested
+    is_prepared: bool = False  # whether the proposal was computed before it was requested
     started: float = 0.0  # `time.perf_counter()` at the start of the cycle
     # Seconds per token that was decoded before the cycle asked for it, 0 if unknown; None: a block did.
     ahead_s: float | None = None

@@ -11,7 +11,7 @@ from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
 from gammaray.v1 import draft_service_pb2 as draft_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.access.caller import TENANT_SHARE
-from orchestrator.control.adaptive import AdaptiveGamma
+from orchestrator.control.adaptive import FEW, AdaptiveGamma
 from orchestrator.control.costs import CostModel
 from orchestrator.control.either import EitherModel
 from orchestrator.control.fixed import FixedGamma, Reason
@@ -90,6 +90,7 @@ class Drafting:
                     self._max_nodes(request),
                     max_match=max_text,
                     temperature=request.sampling.temperature,
+                    few=FEW if request.verification is VerificationMethod.COUPLED else 0,
                 )
                 for kind in models or [DrafterKind.MODEL]
             }

@@ -39,9 +39,6 @@ def cycle_record(
         record.next_origin = ORIGINS[cycle.origins[-1]]
     if draft is not None and draft.blocks:
         record.draft.CopyFrom(worker_call(draft))
-        answer = draft.results[-1] if draft.results else None
-        is_prepared = answer is not None and answer.proposal.token_ids and answer.num_forwards == 0
-        record.draft_ahead_hit = draft.is_notice or bool(is_prepared)
     if target is not None and (target.blocks or target.results):
         record.target.CopyFrom(worker_call(target))
     return record

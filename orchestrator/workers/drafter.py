@@ -112,7 +112,8 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         self._pauses.pop(link.address, None)
         link.backoff.succeeded()
         self._num_known = self._base_position
-        return self._noted(session, replace(proposal, worker=link.address), shape)
+        is_prepared = len(proposal) > 0 and result.num_forwards == 0
+        return self._noted(session, replace(proposal, worker=link.address, is_prepared=is_prepared), shape)
 
     def _noted(self, session: Session, proposal: Proposal, shape: Shape) -> Proposal:
         """Return a proposal that is verified next, after passing on those that may follow it."""

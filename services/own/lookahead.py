@@ -24,7 +24,8 @@ from services.speculation.session import Speculation
 from services.speculation.tree import Node
 
 MIN_SENT = 0.25
-"""Least total probability of proposals to send together: a message costs as much as a forward."""
+"""Least total probability of proposals to send together, as a message costs as much as a forward; 0 of a slow
+draft."""
 
 MANY_ROWS = 64, 16
 MAX_SLOWDOWN = 1.5
@@ -105,7 +106,7 @@ class Lookahead:
         queue: BlockQueue[ProposeTask, Any],
     ) -> None:
         self._engine, self._max_rows, self._rows_cost, self._queue = engine, max_rows, rows_cost, queue
-        self._max_levels = max_levels
+        self._max_levels, self._least_sent = max_levels, MIN_SENT if max_levels > 1 else 0.0
         self._stop, self._stats = queue.stop, queue.meter.ahead
         self.num_beyond = int(max_rows > 0)
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
@@ -164,7 +165,7 @@ class Lookahead:
             self._pending.clear()
         finally:
             self._thread_id = None
-        return self._whole(pending, MIN_SENT)
+        return self._whole(pending, self._least_sent)
 
     def _note(self, chosen: Iterable[Speculation], began: float, count: int) -> None:
         """Count forwards, also on the tasks of sampled sessions."""

@@ -97,7 +97,8 @@ class ProposalBuilder:
     @property
     def run_length(self) -> int:
         """Number of single-row forwards to run now: at most what the proposal may still need."""
-        return min(self.longest_run, max(1, self.shape.depth - len(self.nodes) - len(self._beyond)))
+        depth = min(self.shape.drafted_depth or self.shape.depth, self.shape.depth)
+        return min(self.longest_run, max(1, depth - len(self.nodes) - len(self._beyond)))
 
     def proposal(self) -> Proposal:
         """Return the proposal read so far."""
@@ -179,7 +180,7 @@ class ProposalBuilder:
             tip = (self._beyond or self.nodes or [self.root])[-1]
             prediction = self.prediction_after(tip)
             if prediction is None:
-                return [tip]
+                return [] if 0 < self.shape.drafted_depth <= len(self.nodes) else [tip]
             if prediction is NOTHING:
                 break
             following = tip.child(prediction.choose(base))

@@ -152,7 +152,7 @@ class Speculation:
             return None
         shape = shape.clipped(depth)
         if self._context is not None or self.session.spec.method is not VerificationMethod.COUPLED:
-            shape = shape.chain  # only coupled verification supports trees
+            shape = shape.chain.whole  # only coupled verification supports trees, and any length
         power = self._calibration.power if self._predictor.is_gumbel_max else 1.0
         eos_token_ids = self.session.spec.eos_token_ids
         return ProposalBuilder(root, shape, eos_token_ids, power, is_parallel=self.is_parallel)
@@ -162,7 +162,7 @@ class Speculation:
         if self.sent is None or root.token_id in self.session.spec.eos_token_ids:
             return None
         self._learn()
-        reading = self.read(root, self.sent.shape)
+        reading = self.read(root, self.sent.shape.whole)
         if self.is_parallel and root.place is not None and reading is not None and not reading.has_block:
             return None  # it was fed without masks, and nodes may follow it in the cache
         return reading

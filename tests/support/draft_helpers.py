@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gammaray.blocks import Shape
 from gammaray.errors import GammarayError
 from gammaray.types import Proposal, SamplingParams, VerificationMethod
 from services.engine.core.batch import SequenceInput
@@ -182,6 +183,7 @@ class Drafter:
         gamma: int,
         *,
         max_nodes: int = 0,
+        drafted_depth: int = 0,
         method: VerificationMethod = VerificationMethod.COUPLED,
         params: SamplingParams | None = None,
         prompt_length: int = 4,
@@ -191,7 +193,7 @@ class Drafter:
         params = params or SamplingParams(seed=5)
         session = Session(tokens[:prompt_length], params, method, eos, name=session_id)
         session.tokens = list(tokens)
-        return draft_task(session, gamma, max_nodes)
+        return draft_task(session, gamma, shape=Shape(gamma, max_nodes, drafted_depth))
 
     def ask(self, tokens: Sequence[int], gamma: int, **fields: Any) -> Reply:
         """Ask for one proposal and step until it is there."""

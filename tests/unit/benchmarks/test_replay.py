@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.replay import CycleCosts, Text, agreement, costs_of, replay
 
-COSTS = CycleCosts((1.0, 1.0, 1.0, 1.0, 1.4, 1.8, 2.2, 2.6, 3.0), 0.1, 0.2, 0.0, (0.5, 0.9))
+COSTS = CycleCosts((1.0, 1.0, 1.0, 1.0, 1.4, 1.8, 2.2, 2.6, 3.0), 0.1, 0.2, 0.0, ((0.5,) * 9, (0.9,) * 9))
 
 
 def cycle(drafted, accepted, *, emitted=None, propose_s=0.0, verify_s=1.0, is_hit=False):
@@ -25,7 +25,7 @@ def test_costs_are_medians_and_lie_between_those_of_measured_gammas():
     costs = costs_of({0: [[cycle(0, 0)] * 4], 2: [misses[2]], 4: [misses[4], hits]})
     assert costs.verify_s[:5] == pytest.approx((1.0, 1.0, 1.0, 2.0, 3.0))
     assert (costs.miss_s, costs.forward_s, costs.hit_s) == pytest.approx((0.5, 0.25, 0.01))
-    assert costs.hits == (0.0, 1.0)
+    assert costs.hits == ((0.0,) * 9, (1.0,) * 9)
 
 
 def test_controller_comes_near_the_best_gamma_of_each_text():

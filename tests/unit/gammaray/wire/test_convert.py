@@ -195,7 +195,8 @@ def test_token_of_a_drafter_that_this_version_does_not_know_has_none():
     assert convert.token_from_proto(message).drafter is None
 
 
-shapes = st.builds(Shape, st.integers(1, t.MAX_GAMMA), st.integers(0, t.MAX_NODES))
+gammas = st.integers(1, t.MAX_GAMMA)
+shapes = st.builds(Shape, gammas, st.integers(0, t.MAX_NODES), gammas)
 logprobs = st.builds(TokenLogprobs, floats, st.lists(st.tuples(token_ids, floats), max_size=3).map(tuple))
 verdicts = st.builds(
     Verdict,

@@ -322,3 +322,33 @@ def test_plain_cycles_bring_back_what_was_assumed_of_drafting():
     drive(FixedGamma(0, costs), World(), 2000, Lone(random.Random(2)))
     assert costs.mean.forward < 0.3 * dear
     assert costs.acceptance.alpha > 2 * alpha
+
+
+def play_with_draft_ahead(controller, num_cycles: int, ahead: float) -> tuple[float, list[Shape]]:
+    """Return tokens per unit with a dear draft, which prepares more often after a short proposal."""
+    world, rng = World(alpha=0.7, draft=0.25, network=0.0, noise=0.0), random.Random(1)
+    before, tokens, units, shapes = 0, 0, 0.0, []
+    for _ in range(num_cycles):
+        shape = controller.next_shape(MODEL_ONLY)
+        is_ready = before > 0 and rng.random() < ahead / (ahead + before)
+        before = shape.depth if is_ready else min(shape.depth, shape.drafted_depth or shape.depth)
+        waits = {"draft": 0.0 if is_ready else world.draft * before, "verify": world.step_s(1 + before)}
+        levels = world.walk(Shape(before), rng)
+        cycle = make_cycle(shape, levels, before, **waits, other=world.other)
+        controller.observe(replace(cycle, is_prepared=is_ready))
+        tokens, units = tokens + len(cycle.token_ids), units + cycle.total_s / UNIT_S
+        shapes.append(shape)
+    return tokens / units, shapes
+
+
+def test_adaptive_gamma_drafts_few_tokens_while_the_session_waits():
+    fixed = max(play_with_draft_ahead(FixedGamma(g, CostModel()), 1500, 4.0)[0] for g in range(9))
+    speed, shapes = play_with_draft_ahead(adaptive(1), 1500, 4.0)
+    assert speed > 1.1 * fixed, (speed, fixed)
+    assert sum(0 < shape.drafted_depth < shape.depth for shape in shapes[100:]) > 1200
+    for controller, ahead in (
+        (adaptive(1), 0.0),
+        (AdaptiveGamma(8, CostModel(random.Random(1)), few=0), 4.0),
+    ):
+        _, shapes = play_with_draft_ahead(controller, 300, ahead)
+        assert not any(shape.drafted_depth for shape in shapes)

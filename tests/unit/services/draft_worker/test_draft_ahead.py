@@ -13,6 +13,7 @@ from services.scheduling.tasks import Prepared, Release
 from services.speculation.outcomes import AHEAD_ROWS, SESSION_ROWS
 from services.speculation.proposals import RUN
 from tests.support.draft_helpers import VOCAB, ChainingEngine, Drafter, ParallelEngine, TableEngine, outcome
+from tests.support.vllm_helpers import answer
 
 COUPLED, REJECTION = VerificationMethod.COUPLED, VerificationMethod.REJECTION
 PROMPT = [1, 2, 3, 4]
@@ -102,6 +103,37 @@ def test_ahead_prepares_for_the_verification_after_the_running_one(method):
     one_level = Drafter(TableEngine(spread=9.0), ahead_rows=3, ahead_levels=1)
     first = prepared_after(one_level, gamma, **fields)
     assert max(len(one.token_ids) for one in first) == gamma + 1
+
+
+@pytest.mark.parametrize("engine", [TableEngine, ChainingEngine])
+@pytest.mark.parametrize(("method", "num"), [(COUPLED, 2), (REJECTION, 6)])
+def test_few_tokens_of_a_chain_are_drafted_unless_they_were_prepared(engine, method, num):
+    fields = {"method": method, "params": PARAMS["plain"]}
+    ahead, fresh = Drafter(engine(spread=5.0), ahead_rows=4), Drafter(engine(spread=5.0))
+    whole = fresh.ask(PROMPT, 6, **fields).outcome.token_ids
+    few = ahead.ask(PROMPT, 6, drafted_depth=2, **fields)
+    assert few.outcome.token_ids == whole[:num]
+    assert few.timing.num_forwards == num
+    assert ahead.idle() > 6
+    for expected in ([*PROMPT, *whole[:3]], [*PROMPT, *whole[:3], VOCAB - 1]):
+        ours = ahead.ask(expected, 6, drafted_depth=2, **fields)
+        is_prepared = ours.timing.num_forwards == 0
+        theirs = fresh.ask(expected, 6, **fields).outcome.token_ids
+        assert ours.outcome.token_ids == theirs[: 6 if is_prepared else num]
+        assert is_prepared == (len(expected) == 7 and method is COUPLED)
+
+
+def test_a_slow_draft_sends_each_prepared_proposal_at_once(monkeypatch):
+    first = []
+    monkeypatch.setattr("services.own.lookahead.MIN_SENT", 0.9)
+    for levels in (1, 2):
+        ahead = Drafter(TableEngine(spread=2.0), ahead_rows=AHEAD_ROWS, ahead_levels=levels)
+        task = ahead.task(PROMPT, 3, params=PARAMS["plain"])
+        task.wants_ahead = True
+        ahead.scheduler.submit([task])
+        answer(ahead.scheduler, task)
+        first.append(next(step for step in range(100) if ahead.scheduler.step()))
+    assert first[0] < first[1]
 
 
 def test_ahead_follows_more_outcomes_where_rows_are_free():
