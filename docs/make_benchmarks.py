@@ -96,14 +96,25 @@ def pair(result: Result) -> Iterator[str]:
     columns, rows = (*CATEGORIES, "all"), []
     for temperature in temperatures(result):
         found = of_temperature(result, temperature)
+        in_turn: dict[str, float] = {}
         for system in found["all"]:
-            if system != PLAIN:
-                cells = [_number(found, category, system, "decode_over_plain") for category in columns]
+            over = {name: found[name][system]["decode_over_plain"]["median"] for name in columns}
+            if ", in the target" in system:
+                in_turn = {name: max(speed, in_turn.get(name, 0.0)) for name, speed in over.items()}
+            elif system != PLAIN:
                 gamma = system.removeprefix("gammaray-").replace("adaptive", "default")
-                rows.append([f"T {temperature:g}, γ {gamma}", *cells])
+                rows.append([f"T {temperature:g}, γ {gamma}", *(f"{speed:.2f}" for speed in over.values())])
+        rows.append([f"T {temperature:g}, in turn", *(f"{speed:.2f}" for speed in in_turn.values())])
     yield from table(("x gamma 0", *columns), rows)
     yield ""
-    yield next(equal_and_loops(result)).partition(". ")[0].rstrip(".") + "."
+    memory = ", ".join(
+        f"{mb / 1024:.1f} GiB of the {kind} worker{' that drafts in turn' if ',' in name else ''}"
+        for name, by_kind in result["memory_mb"].items()
+        for kind, mb in by_kind.items()
+        if kind in ("target", "draft")
+    )
+    equal = next(equal_and_loops(result)).partition(". ")[0].rstrip(".")
+    yield f"{equal}. Resident memory: {memory}."
 
 
 def equal_and_loops(result: Result) -> Iterator[str]:
@@ -255,9 +266,10 @@ CLAIMS = (
     Claim(
         "A real pair: a draft worker beside the target",
         "Qwen2.5-Coder, 1.5B in bfloat16 and 0.5B in int8, a core each, one prompt of each category, "
-        "decoding after the first token. [lab.md](lab.md#a-real-pair-on-one-machine) has what limits it, the "
-        "same draft in turn in the target worker, and llama.cpp.",
-        "peers-2026-11-30-5",
+        "decoding after the first token; in turn: the target worker drafts itself, the better "
+        "of both γ. "
+        "[lab.md](lab.md#a-real-pair-on-one-machine) has what limits it, and llama.cpp.",
+        "peers-2026-11-30-6",
         pair,
     ),
     Claim(

@@ -24,7 +24,6 @@ from orchestrator.access.admission import Admission
 from orchestrator.access.caller import ANONYMOUS, TENANT_SHARE, Caller
 from orchestrator.cycle.session import Session
 from orchestrator.drafting.factory import Drafting
-from orchestrator.drafting.prediction import prediction_ids
 from orchestrator.grammar_checks import GrammarChecks
 from orchestrator.sessions.leases import LeaseManager, repeat
 from orchestrator.sessions.lifecycle import OpenSession, SessionManager, check_request
@@ -135,11 +134,6 @@ class Orchestrator:
         return orchestrator
 
     @property
-    def plain_cycle_s(self) -> float | None:
-        """Estimated seconds of a cycle at gamma 0; None while unknown."""
-        return self._drafting.plain_cycle_s
-
-    @property
     def adapters(self) -> list[str]:
         return self.fleet.adapters
 
@@ -193,7 +187,7 @@ class Orchestrator:
                     yield await deliver(chunk)
             if session.finish_reason is not None:
                 return
-            prediction = await prediction_ids(opened.request, self.tokenizer)
+            prediction = await self.tokenizer.ids_of(opened.request.prediction or (), is_start=False)
             if not request.sampling.grammar:  # that of a resumed session is not checked yet
                 await self._check_grammar(session.params.grammar, caller, span)
             grammar = await self._begin_grammar(session, caller)

@@ -13,8 +13,7 @@ Why the probe finds each refused part, whatever the text is:
 - `;` begins no lexeme of Lark. Inside the lexemes that may contain it (strings, expressions, comments, JSON
   and special tokens such as `<|end|>`), `&`, `~` and `;` are members of the same character classes, and so
   is `<` in all but special tokens, which contain none. So the lexer is in the same state at each character
-  of both texts, up to the first operator or token by number outside such a lexeme. There it meets `;`, and
-  fails.
+  of both texts, up to the first operator or token by number outside such a lexeme. There it fails at `;`.
 - `~` before a number stays. It only repeats, since no complement has a number after it.
 - The name of an attribute is a lexeme. The probe has another name of the same length instead, which is no
   attribute of llguidance. A rule of that name is renamed in all places.

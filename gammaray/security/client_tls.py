@@ -64,8 +64,7 @@ def client_tls(
     """Return the TLS options of a connection; None for plain text.
 
     Without a `tls` they are implied by a file, or by an address with https:// or grpcs://.
-    InvalidArgumentError for files with `tls` disabled, a key without a certificate, or a file that cannot be
-    used.
+    InvalidArgumentError for files with `tls` disabled, a key without a certificate, or an unusable file.
     """
     files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
     named = [name for name, file in files.items() if file]

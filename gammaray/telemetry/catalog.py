@@ -56,94 +56,6 @@ class Metric:
         return (f"{self.family}_total",) if self.kind is Kind.COUNTER else (self.family,)
 
 
-SPECULATION = (
-    Metric(
-        *("gammaray.spec_decode.num_tested_tokens", Kind.COUNTER, "{token}"),
-        "Tested proposed tokens: the accepted ones, plus one if a test failed.",
-    ),
-    Metric(
-        *("gammaray.spec_decode.num_accepted_tokens", Kind.COUNTER, "{token}"),
-        "Proposed tokens that were accepted and emitted.",
-    ),
-    Metric(
-        *("gammaray.tokens", Kind.COUNTER, "{token}"),
-        "Tokens emitted, by origin: accepted, correction or bonus.",
-        labels=("origin",),
-    ),
-    Metric(
-        *("gammaray.cycles", Kind.COUNTER, "{cycle}"),
-        "Cycles by the drafter that proposed: model, head, suffix, prediction, grammar, or none.",
-        labels=("rung",),
-    ),
-    Metric(
-        *("gammaray.cycle.fallbacks", Kind.COUNTER, "{cycle}"),
-        "Cycles in which the drafter that the request allows was absent, failed or was late.",
-    ),
-    Metric(
-        *("gammaray.cycle.gamma", Kind.HISTOGRAM, "{token}"),
-        "Gamma that the controller chose, per cycle.",
-        buckets=GAMMAS,
-    ),
-)
-
-TIME = (
-    Metric(
-        *("gammaray.cycle.time", Kind.COUNTER, "s"),
-        "Time of all cycles by phase: draft (waiting for proposals), target_queue and target_step (what "
-        "the target worker reports), target_wire (the rest of that wait: network and messages), other.",
-        labels=("part",),
-    ),
-    Metric(
-        *("gammaray.decode.time", Kind.COUNTER, "s"),
-        "Time of the cycles that are compared with plain decoding: all but each completion's first.",
-    ),
-    Metric(
-        *("gammaray.decode.plain_time", Kind.COUNTER, "s"),
-        "Time that the tokens of those cycles would have taken one by one, by the measured cost of plain "
-        "cycles.",
-    ),
-)
-
-REQUESTS = (
-    Metric(
-        *("gammaray.requests", Kind.COUNTER, "{request}"),
-        "Requests ended, by outcome: stop, length, cancelled, or the name of the gRPC status of the error.",
-        labels=("outcome",),
-    ),
-    Metric("gammaray.requests.active", Kind.GAUGE, "{request}", "Requests in flight."),
-    Metric("gammaray.requests.waiting", Kind.GAUGE, "{request}", "Waiting requests."),
-    Metric("gammaray.prompt.tokens", Kind.COUNTER, "{token}", "Tokens of prompts."),
-    Metric(
-        *("gammaray.request.duration", Kind.HISTOGRAM, "s"),
-        "Time of a completion, from the request's arrival to its last chunk.",
-        buckets=REQUEST_S,
-    ),
-    Metric(
-        *("gammaray.time_to_first_token", Kind.HISTOGRAM, "s"),
-        "Time from a request's arrival to its first chunk.",
-        buckets=REQUEST_S,
-    ),
-    Metric(
-        *("gammaray.time_per_output_token", Kind.HISTOGRAM, "s"),
-        "Time from the first to the last chunk over the number of tokens after the first chunk, per "
-        "completion.",
-        buckets=TOKEN_S,
-    ),
-    Metric(
-        *("gammaray.inter_token_latency", Kind.HISTOGRAM, "s"),
-        "Gap between two chunks of a completion, of one or more tokens each (vLLM's definition).",
-        buckets=TOKEN_S,
-    ),
-)
-
-WORKERS = (
-    Metric(
-        *("gammaray.workers", Kind.GAUGE, "{worker}"),
-        "Workers that the orchestrator is connected to, by role.",
-        labels=("role",),
-    ),
-)
-
 _ENGINE = (
     Metric("gammaray.worker.queue_depth", Kind.GAUGE, "{block}", "Blocks waiting or running."),
     Metric("gammaray.worker.cache.used", Kind.GAUGE, "By", "KV cache in use."),
@@ -182,31 +94,110 @@ _ENGINE = (
         buckets=SIZES,
     ),
 )
-ENGINE = tuple(replace(own, roles=(Role.DRAFT, Role.TARGET), labels=("role", *own.labels)) for own in _ENGINE)
-
-INFO = (
-    Metric(
-        *("gammaray.info", Kind.GAUGE, "1"),
-        "Always 1; the labels describe the process. `kernel` is what computes a worker's model.",
-        labels=("role", "model", "version", "kernel"),
-        roles=ALL,
-    ),
-    Metric(
-        *("gammaray.tasks", Kind.GAUGE, "{task}"),
-        "asyncio tasks that are not done: some of the process's own, and some per request and stream.",
-        labels=("role",),
-        roles=ALL,
-    ),
-)
-
 
 GROUPS = {
-    "Speculation": SPECULATION,
-    "Where the time goes": TIME,
-    "Requests": REQUESTS,
-    "Orchestrator and its workers": WORKERS,
-    "Workers": ENGINE,
-    "Every process": INFO,
+    "Speculation": (
+        Metric(
+            *("gammaray.spec_decode.num_tested_tokens", Kind.COUNTER, "{token}"),
+            "Tested proposed tokens: the accepted ones, plus one if a test failed.",
+        ),
+        Metric(
+            *("gammaray.spec_decode.num_accepted_tokens", Kind.COUNTER, "{token}"),
+            "Proposed tokens that were accepted and emitted.",
+        ),
+        Metric(
+            *("gammaray.tokens", Kind.COUNTER, "{token}"),
+            "Tokens emitted, by origin: accepted, correction or bonus.",
+            labels=("origin",),
+        ),
+        Metric(
+            *("gammaray.cycles", Kind.COUNTER, "{cycle}"),
+            "Cycles by the drafter that proposed: model, head, suffix, prediction, grammar, or none.",
+            labels=("rung",),
+        ),
+        Metric(
+            *("gammaray.cycle.fallbacks", Kind.COUNTER, "{cycle}"),
+            "Cycles in which the drafter that the request allows was absent, failed or was late.",
+        ),
+        Metric(
+            *("gammaray.cycle.gamma", Kind.HISTOGRAM, "{token}"),
+            "Gamma that the controller chose, per cycle.",
+            buckets=GAMMAS,
+        ),
+    ),
+    "Where the time goes": (
+        Metric(
+            *("gammaray.cycle.time", Kind.COUNTER, "s"),
+            "Time of all cycles by phase: draft (waiting for proposals), target_queue and target_step (what "
+            "the target worker reports), target_wire (the rest of that wait: network and messages), other.",
+            labels=("part",),
+        ),
+        Metric(
+            *("gammaray.decode.time", Kind.COUNTER, "s"),
+            "Time of the cycles that are compared with plain decoding: all but each completion's first.",
+        ),
+        Metric(
+            *("gammaray.decode.plain_time", Kind.COUNTER, "s"),
+            "Time that the tokens of those cycles would have taken one by one, by the measured cost of plain "
+            "cycles.",
+        ),
+    ),
+    "Requests": (
+        Metric(
+            *("gammaray.requests", Kind.COUNTER, "{request}"),
+            "Requests ended, by outcome: stop, length, cancelled, or the name of the gRPC status of the "
+            "error.",
+            labels=("outcome",),
+        ),
+        Metric("gammaray.requests.active", Kind.GAUGE, "{request}", "Requests in flight."),
+        Metric("gammaray.requests.waiting", Kind.GAUGE, "{request}", "Waiting requests."),
+        Metric("gammaray.prompt.tokens", Kind.COUNTER, "{token}", "Tokens of prompts."),
+        Metric(
+            *("gammaray.request.duration", Kind.HISTOGRAM, "s"),
+            "Time of a completion, from the request's arrival to its last chunk.",
+            buckets=REQUEST_S,
+        ),
+        Metric(
+            *("gammaray.time_to_first_token", Kind.HISTOGRAM, "s"),
+            "Time from a request's arrival to its first chunk.",
+            buckets=REQUEST_S,
+        ),
+        Metric(
+            *("gammaray.time_per_output_token", Kind.HISTOGRAM, "s"),
+            "Time from the first to the last chunk over the number of tokens after the first chunk, per "
+            "completion.",
+            buckets=TOKEN_S,
+        ),
+        Metric(
+            *("gammaray.inter_token_latency", Kind.HISTOGRAM, "s"),
+            "Gap between two chunks of a completion, of one or more tokens each (vLLM's definition).",
+            buckets=TOKEN_S,
+        ),
+    ),
+    "Orchestrator and its workers": (
+        Metric(
+            *("gammaray.workers", Kind.GAUGE, "{worker}"),
+            "Workers that the orchestrator is connected to, by role.",
+            labels=("role",),
+        ),
+    ),
+    "Workers": tuple(
+        replace(own, roles=(Role.DRAFT, Role.TARGET), labels=("role", *own.labels)) for own in _ENGINE
+    ),
+    "Every process": (
+        Metric(
+            *("gammaray.info", Kind.GAUGE, "1"),
+            "Always 1; the labels describe the process. `kernel` is what computes a worker's model.",
+            labels=("role", "model", "version", "kernel"),
+            roles=ALL,
+        ),
+        Metric(
+            *("gammaray.tasks", Kind.GAUGE, "{task}"),
+            "asyncio tasks that are not done: some of the process's own, and some per request and stream.",
+            labels=("role",),
+            roles=ALL,
+        ),
+    ),
 }
 """The metrics by subject."""
 

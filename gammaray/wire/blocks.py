@@ -24,9 +24,9 @@ _SLICE = 4096
 
 
 def shape_to_proto(shape: Shape) -> draft_pb.ProposeBlock:
-    """Return a block that asks for a proposal of a shape; its other fields are missing."""
+    """Return a block that asks for a proposal of a shape, and for those prepared to follow it."""
     return draft_pb.ProposeBlock(
-        gamma=shape.depth, max_nodes=shape.max_nodes, drafted_depth=shape.drafted_depth
+        gamma=shape.depth, max_nodes=shape.max_nodes, drafted_depth=shape.drafted_depth, wants_ahead=True
     )
 
 

@@ -42,7 +42,6 @@ class Caller:
     """Identity of a request's caller, with the request's metadata."""
 
     tenant: str = ""  # owner of the sessions; empty if no keys are required
-    key_id: str = ""  # id of the request's key, which may be logged
     priority: int = 0  # priority among the tenant's own waiting requests; higher goes first
     deadline: float = math.inf  # `time.monotonic()` after which the caller no longer waits for the answer
     traceparent: str = ""  # W3C trace context of the request, or empty
@@ -84,20 +83,19 @@ class Authenticator:
         """
         if self._local_only and peer and not peer.startswith(_LOCAL_PEERS):
             raise UnauthenticatedError("without API keys this cluster serves its own machine only")
-        tenant, key_id = self._tenant(headers.get("authorization", ""))
+        tenant = self._tenant(headers.get("authorization", ""))
         timeout_ms = _number(headers, TIMEOUT_HEADER, 1, MAX_TIMEOUT_MS)
         return Caller(
             tenant=tenant,
-            key_id=key_id,
             priority=_number(headers, PRIORITY_HEADER, -MAX_PRIORITY, MAX_PRIORITY) or 0,
             deadline=math.inf if timeout_ms is None else time.monotonic() + timeout_ms / 1000,
             traceparent=headers.get("traceparent", ""),
             tracestate=headers.get("tracestate", ""),
         )
 
-    def _tenant(self, authorization: str) -> tuple[str, str]:
+    def _tenant(self, authorization: str) -> str:
         if self._keys is None:
-            return "", ""
+            return ""
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise UnauthenticatedError("an API key is required: `authorization: Bearer <key>`")
@@ -105,9 +103,9 @@ class Authenticator:
         if key_id is not None:
             known = self._keys.current().get(key_id)
             if known is not None and known.matches(key.strip()):
-                return known.tenant, key_id
+                return known.tenant
             if hash_key(key.strip()) == self._probe_key_sha256:
-                return PROBE_TENANT, key_id
+                return PROBE_TENANT
         # Only the id, which is not secret: it tells the owner which key was revoked.
         raise UnauthenticatedError(f"the API key{f' {key_id}' if key_id else ''} is unknown or was revoked")
 

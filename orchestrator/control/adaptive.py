@@ -241,24 +241,15 @@ def _best_chain(
         for drafted in {*range(1, min(depth, few) + 1), depth}:
             share = prepared[drafted] / (1.0 - prepared[depth] + prepared[drafted])  # in the long run
             (tokens, seconds), (others, others_s) = chains[depth], chains[drafted]
-            others_s += forward_s * drafted
-            tokens, seconds = (
-                share * tokens + (1.0 - share) * others,
-                share * seconds + (1.0 - share) * others_s,
-            )
-            speed = tokens / seconds
+            mean_s = share * seconds + (1.0 - share) * (others_s + forward_s * drafted)
+            speed = (share * tokens + (1.0 - share) * others) / mean_s
             if speed > highest:
-                best = _shape(depth, 0, drafted_depth=drafted if drafted < depth else 0)
-                highest = speed
+                best, highest = replace(_shape(depth, 0), drafted_depth=drafted % depth), speed
     return best, highest
 
 
 @functools.cache
 def _shape(
-    depth: int,
-    max_nodes: int,
-    drafter: DrafterKind = DrafterKind.MODEL,
-    reason: Reason = Reason.BEST,
-    drafted_depth: int = 0,
+    depth: int, max_nodes: int, drafter: DrafterKind = DrafterKind.MODEL, reason: Reason = Reason.BEST
 ) -> Shape:
-    return Shape(depth, max_nodes, drafted_depth, reason.value, drafter=drafter)
+    return Shape(depth, max_nodes, reason=reason.value, drafter=drafter)

@@ -39,10 +39,9 @@ HOLD = 8
 a new replica are left out of the costs."""
 
 SCALE = 0.35
-"""Factor on the standard deviations of posterior samples. As costs drift, the posterior never becomes narrow,
-and full samples would explore for ever. With 0.5, 0.989 of the oracle's speed instead of 0.990 (mean of 12
-worlds); with 0.25 a draft that becomes good is found by 16 of 20 replicas instead of 19 (simulation,
-2026-11-30)."""
+"""Factor on the standard deviations of posterior samples. As costs drift, the posterior never narrows, and
+full samples explore for ever. With 0.5, 0.989 of the oracle's speed instead of 0.990 (mean of 12 worlds);
+with 0.25 a draft that becomes good is found by 16 of 20 replicas instead of 19 (simulation, 2026-11-30)."""
 
 FORGETTING = 0.002
 """Share of the way back to the prior that acceptance and the costs of drafting go in each plain cycle. A

@@ -16,16 +16,12 @@ class EitherModel:
 
     Each has a controller, with costs and acceptance of its own, which also compares it with the matches of
     look-ups and with plain decoding. A model of which no proposal was measured is tried first.
-
-    Args:
-        controllers: By the kind of the model.
     """
 
     def __init__(self, controllers: Mapping[DrafterKind, AdaptiveGamma]) -> None:
         self._controllers = controllers
 
     def next_shape(self, candidates: Candidates) -> Shape:
-        """Return the shape of the next cycle's proposal, which names its drafter, with the reason."""
         best, highest = None, (False, 0.0)
         for kind, controller in self._controllers.items():
             models = [kind] if kind in candidates.models else []
@@ -37,7 +33,6 @@ class EitherModel:
         return best
 
     def observe(self, cycle: Cycle) -> None:
-        """Learn from a finished cycle."""
         drafter = cycle.shape.drafter
         is_drafted = cycle.gamma > 0 and drafter.is_model
         for kind, controller in self._controllers.items():

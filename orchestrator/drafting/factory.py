@@ -160,8 +160,7 @@ class Drafting:
         """Return the text drafters that a request may use; a draft model may be replaced by any of them.
 
         Rejection sampling, of tokens or blocks, is exact only if a proposal does not depend on the noise that
-        tests it. A past output of a request with the same seed does, so these methods do not use past
-        outputs.
+        tests it. A past output of a request with the same seed does, so these methods use none.
         """
         tests_drafts = request.verification.uses_draft_distributions and request.sampling.temperature > 0
         texts: list[TextDrafter] = []

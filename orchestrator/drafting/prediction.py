@@ -10,23 +10,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from gammaray.types import DrafterKind, GenerationRequest
+from gammaray.types import DrafterKind
 from orchestrator.cycle.session import Session
 from orchestrator.cycle.types import Match
-from orchestrator.text.tokenizer import Tokenizer
 
 MIN_MATCH = 2
 """Tokens that must match for the pointer to be set again; a single one occurs by chance."""
 
 LONGEST = 64
 """Upper bound of the tokens that are compared where the pointer is set again."""
-
-
-async def prediction_ids(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the token ids of a request's prediction, empty without one; a thread encodes long texts."""
-    if not request.prediction:
-        return ()
-    return await tokenizer.ids_of(request.prediction, is_start=False)
 
 
 class PredictionDrafter:

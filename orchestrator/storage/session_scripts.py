@@ -271,8 +271,7 @@ return length
 """
 )
 
-# ARGV: '', tenant's bound, total bound. Returns the new epoch, or the refusal; a finished session keeps its
-# epoch.
+# ARGV: '', tenant's bound, total bound. Returns the new epoch (a finished session keeps its), or the refusal.
 TAKE_OVER = _script("""
 local head = redis.call('HMGET', KEYS[1], 'epoch', 'finish_reason', 'digest', 'lease', 'room')
 if not head[3] then return {-1} end

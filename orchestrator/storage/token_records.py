@@ -1,8 +1,7 @@
 """Emitted tokens as bytes: fixed-size records per session, so a token's offset follows from its index.
 
 A record is the token id (uint32, little endian) and its origin (one byte). If log-probabilities were
-requested, the token's own (float64) follows, then the k most likely tokens with theirs; absent ones have id
-2^32 - 1.
+requested, the token's own (float64) follows, then the k most likely tokens with theirs; absent: id 2^32 - 1.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         start = time.monotonic()
         try:
             result = await self._ask(
-                session, link, link.timeout.wait_s(self._timeout_s), partial(_block, asked)
+                session, link, link.timeout.wait_s(self._timeout_s), partial(shape_to_proto, asked)
             )
             # The cycle checks this too, but without a failure on record the same worker would be used again.
             proposal = within(proposal_from_proto(result.proposal, self._vocab_size), asked)
@@ -142,7 +142,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
             raise
         if proposal is None:
             return None
-        block = _block(shape)
+        block = shape_to_proto(shape)
         block.is_notice = True
         self._fill(session, block)
         self._num_known = self._base_position
@@ -179,7 +179,7 @@ class RemoteDrafter(WorkerSession[draft_pb.ProposeBlock, draft_pb.ProposeResult]
         start = time.monotonic()
         try:
             timeout_s = self._prefill_timeout_s + self._reading_s(session)
-            await self._ask(session, link, timeout_s, partial(_block, asked))
+            await self._ask(session, link, timeout_s, partial(shape_to_proto, asked))
         except GammarayError as error:
             self._note_failure(session, link, error, time.monotonic() - start)
         else:
@@ -210,9 +210,3 @@ def is_outcome(token_ids: Sequence[int], proposed: Sequence[int]) -> bool:
     *accepted, last = token_ids
     num = len(accepted)
     return accepted == list(proposed[:num]) and (num == len(proposed) or last != proposed[num])
-
-
-def _block(shape: Shape) -> draft_pb.ProposeBlock:
-    block = shape_to_proto(shape)
-    block.wants_ahead = True
-    return block

@@ -80,10 +80,16 @@ class Engine(CacheStore):
         self._has_all_tokens = False
         return self._draft
 
-    def step(self, feeds: Sequence[SequenceInput], idle_until: c_int32 | None = None) -> list[Tensor]:
+    def step(
+        self,
+        feeds: Sequence[SequenceInput],
+        idle_until: c_int32 | None = None,
+        until: c_int32 | None = None,
+    ) -> list[Tensor]:
         """Run one forward over all feeds; return for each its logits [num_logits, vocab_size] in float32.
 
-        `idle_until` is as in `Batch`. Raises what `plan_batch` does; nothing was changed then.
+        `idle_until` and `until` are as in `Batch`. Raises what `plan_batch` does, and EndedEarlyError;
+        nothing was changed then.
         """
         self.taps = []
         if not feeds:
@@ -92,7 +98,7 @@ class Engine(CacheStore):
         if self._tapped:
             shape = (len(batch.token_ids), len(self._tapped), self.runner.hidden_size)
             batch.taps = Taps(self._tapped, torch.empty(shape, dtype=self._state_dtype, device=self.device))
-        batch.idle_until = idle_until
+        batch.idle_until, batch.until = idle_until, until
         logits = self._run(batch)
         self._commit(feeds, batch)
         if batch.taps is not None:

@@ -23,15 +23,12 @@ class Learner(Generic[T]):
         self._sessions: dict[str, LearningSession[T]] = {}
 
     def close(self) -> None:
-        """End the threads and processes that were started."""
         self.versions.close()
 
     def keeps(self, session_id: str) -> bool:
-        """Whether a session, which may begin here, is recorded when it ends."""
         return self._session(session_id, 0).is_kept
 
     def take(self, session_id: str, start: int, states: Tensor) -> None:
-        """Keep the states [positions, taps, hidden_size] of committed positions, from `start` on."""
         session = self._session(session_id, start + len(states))
         if session.is_kept:
             session.buffer.take(start, states)

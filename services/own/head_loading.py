@@ -34,8 +34,7 @@ def check_local_drafter(settings: TargetSettings) -> None:
     """Check the head or draft model that the settings of a target worker name, by its configuration.
 
     Raises:
-        InvalidArgumentError: It is for another target, cannot learn, or is no drafter of a kind that can
-            draft here.
+        InvalidArgumentError: It is for another target, cannot learn, or is of a kind that cannot draft here.
         UnsupportedModelError: Its format, a flag or a size is not supported.
     """
     target, name = _names(settings)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from services.engine.core.device import raise_if_lost
-from services.engine.core.errors import CacheFullError
+from services.engine.core.errors import CacheFullError, EndedEarlyError
 from services.engine.engine import Engine
 from services.own.forward_times import time_forward
 from services.scheduling.scheduler import BlockQueue
@@ -106,7 +106,7 @@ class Lookahead:
         queue: BlockQueue[ProposeTask, Any],
     ) -> None:
         self._engine, self._max_rows, self._rows_cost, self._queue = engine, max_rows, rows_cost, queue
-        self._max_levels, self._least_sent = max_levels, MIN_SENT if max_levels > 1 else 0.0
+        self._max_levels, self._is_slow = max_levels, max_levels == 1
         self._stop, self._stats = queue.stop, queue.meter.ahead
         self.num_beyond = int(max_rows > 0)
         self._pending: dict[str, tuple[Speculation, ProposeTask]] = {}
@@ -155,6 +155,8 @@ class Lookahead:
         try:
             count = self._run(chosen, run_length) if run_length > 1 else self._feed(chosen)
             self._note(chosen, began, count)
+        except EndedEarlyError:
+            pass
         except CacheFullError:
             self._pending.clear()
         except Exception as error:
@@ -165,7 +167,7 @@ class Lookahead:
             self._pending.clear()
         finally:
             self._thread_id = None
-        return self._whole(pending, self._least_sent)
+        return self._whole(pending, 0.0 if self._is_slow else MIN_SENT)
 
     def _note(self, chosen: Iterable[Speculation], began: float, count: int) -> None:
         """Count forwards, also on the tasks of sampled sessions."""
@@ -241,7 +243,10 @@ class Lookahead:
     def _feed(self, chosen: dict[Speculation, list[Node]]) -> int:
         """Feed the nodes in one forward; return the number of forwards."""
         feeds = [speculation.feed(nodes) for speculation, nodes in chosen.items()]
-        results = self._engine.step(feeds, self._stop if self._is_idle else None)
+        idle_until = self._stop if self._is_idle else None
+        # The block that comes is nearly always this session's, and rarely needs what is computed now.
+        until = self._stop if self._is_slow and len(self._pending) == 1 else None
+        results = self._engine.step(feeds, idle_until, until)
         for (speculation, nodes), logits in zip(chosen.items(), results, strict=True):
             speculation.open(nodes, logits)
         return 1

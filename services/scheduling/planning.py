@@ -117,8 +117,7 @@ def plan(
     The oldest block is always included, so that none starves. Then come the blocks that one forward
     completes, so that long prompts do not stall them, in the order in which they would end if all requests
     progressed at the same rate, and the choices of one request one after another. So neither many large
-    blocks nor the many choices of one request stall a small one. The rest goes to long prompts, one chunk
-    each.
+    blocks nor many choices of one request stall a small one. The rest goes to long prompts, one chunk each.
 
     Args:
         blocks: Oldest first.

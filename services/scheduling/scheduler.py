@@ -147,7 +147,6 @@ class BlockQueue(Generic[TaskT, WorkT]):
             self.on_stop()
 
     def submit(self, tasks: Iterable[TaskT]) -> None:
-        """Queue blocks; those of one session are served one after another."""
         for task in tasks:
             if not task.is_notice:
                 self.stop.value = 0  # reset: draft-ahead does not run while blocks wait

@@ -51,10 +51,6 @@ class WorkerReplica:
             raise
         _log.info("%s worker at %s, kernel: %s", role, self.worker.address, self.worker.kernel)
 
-    async def address(self) -> str:
-        """Return the worker's host:port."""
-        return self.worker.address
-
     async def check_health(self) -> None:
         """Raise when the replica must be replaced; called by Serve."""
         self.worker.check()
@@ -88,8 +84,7 @@ def build(
     """Return the application that runs the workers of a role.
 
     Args:
-        settings: Fields of DraftSettings or TargetSettings; what is missing comes from the environment or the
-            defaults.
+        settings: Fields of DraftSettings or TargetSettings; others come from the environment or the defaults.
         num_replicas: Number of workers, N or MIN:MAX.
         ray_actor_options: Resources of each worker; by default 0 CPUs, so that any machine fits.
         scaling: Fields of ScalingSettings for autoscaling between the bounds. None: autoscale only if the

@@ -3,8 +3,7 @@
 The draft estimates from its own logits how likely its token is accepted. The estimate is too low on text that
 it models well, too high on other text, and the error multiplies over several tokens: of the demo pair's
 greedy chains of four, estimated at 0.60 on prose and 0.79 on repetitive code, 0.68 and 0.75 are accepted
-whole. The choice of what to prepare ahead and the nodes of trees depend
-on these estimates.
+whole. The choice of what to prepare ahead and the nodes of trees depend on these estimates.
 
 Each confidence is therefore raised to a power. The power's logarithm is learned by maximum likelihood from
 each tested token: a step along the score, divided by the information so far (an online Newton method).

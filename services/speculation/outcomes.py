@@ -129,7 +129,10 @@ class OutcomeSet:
             self._branch_off([(weight * share, node, token_id) for token_id, share in guesses], level)
         wanted = [(leaf.weight, leaf.node, leaf.proposal.longest_run) for leaf in self._leaves]
         for branch in self.branches:
-            wanted += [(branch.probability, node, branch.reading.run_length) for node in branch.advance()]
+            if nodes := branch.advance():
+                # A slow draft is asked for what is ready, and only a whole proposal is sent unasked.
+                weight = branch.probability * (branch.reading.reach if self._max_levels == 1 else 1.0)
+                wanted += [(weight, node, branch.reading.run_length) for node in nodes]
         return wanted
 
     def _follow(self, proposal: ProposalBuilder, weight: float, level: int) -> None:

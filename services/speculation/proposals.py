@@ -162,6 +162,11 @@ class ProposalBuilder:
         choice, (sure, unsure) = prediction.choose(base), scales(prediction.confidence(base), self._power)
         return [(token_id, share * (sure if token_id == choice else unsure)) for token_id, share in guesses]
 
+    @property
+    def reach(self) -> float:
+        """The probability that the target reaches the end of a chain; of a tree 1."""
+        return self._reached()[-1] if self.parents is None else 1.0
+
     def _reached(self) -> list[float]:
         """The probability that the target reaches the root and each node."""
         if self.parents is not None:

@@ -25,9 +25,6 @@ from services.speculation.tree import Node, SpeculationTree
 class Speculation:
     """The speculation tree below a session's committed tokens.
 
-    Args:
-        session: The session; its tokens are the committed ones.
-
     Attributes:
         sent: The last proposal sent, below the tree's root; None before the first.
         ahead: The proposals prepared to follow it.

@@ -1,7 +1,6 @@
 """vLLM's `EngineCore` with one request per session, which runs only while a block is posted for it.
 
-Nothing here knows epochs or deadlines: `services.vllm.scheduler` does. Not thread-safe, except for `check`
-and `stats`.
+Epochs and deadlines are known to `services.vllm.scheduler`. Not thread-safe, except for `check` and `stats`.
 """
 
 from __future__ import annotations

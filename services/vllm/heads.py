@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core.tensor_files import checkpoint_folder, read_tensor, tensor_names
 from services.heads.formats import kind_of_config
+from services.process.adapters import stored_file
 from services.vllm.sampler import BlockSampler
 
 MAX_DRAFTS = 8
@@ -181,17 +181,11 @@ def replace_weights(model: Any, directory: str, config: Any) -> None:
 
 
 def _stored(name: str) -> dict[str, Any]:
-    path = Path(name) / "config.json"
-    if not path.is_file():
-        try:
-            cached = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
-        except HFValidationError:
-            cached = None
-        if not isinstance(cached, str):
-            raise InvalidArgumentError("head", name, "a directory or a model of the hub's cache, or mtp")
-        path = Path(cached)
     try:
-        stored = json.loads(path.read_text())
+        stored = json.loads(stored_file(name, "config.json").read_text())
+    except (FileNotFoundError, NotADirectoryError, HFValidationError):
+        allowed = "a directory or a model of the hub's cache, or mtp"
+        raise InvalidArgumentError("head", name, allowed) from None
     except (OSError, ValueError) as error:
         raise InvalidArgumentError("head", f"{name} ({error})", "a config.json that can be read") from error
     if not isinstance(stored, dict):

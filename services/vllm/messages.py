@@ -6,7 +6,7 @@ With tensor parallelism that process is another one: everything here can be pick
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -72,11 +72,4 @@ def no_masks(posted: dict[str, Any]) -> None:
 
 
 def first_tokens(proposal: Proposal, count: int) -> Proposal:
-    if len(proposal) <= count:
-        return proposal
-    drafts = proposal.draft_distributions
-    return replace(
-        proposal,
-        token_ids=proposal.token_ids[:count],
-        draft_distributions=None if drafts is None else drafts[:count],
-    )
+    return proposal if len(proposal) <= count else proposal.path(range(count))

@@ -40,9 +40,6 @@ RequestWorkT = TypeVar("RequestWorkT", bound=RequestWork[Any])
 class RequestSteps(Generic[RequestWorkT]):
     """Runs vLLM's steps for the blocks of a scheduler's queue.
 
-    Args:
-        fail_all: The scheduler's.
-
     Attributes:
         works: The blocks that have a request, by its id.
     """

@@ -60,8 +60,6 @@ class Ask:
 
 @dataclass(frozen=True)
 class Said:
-    """One completion: token ids and text."""
-
     token_ids: tuple[int, ...]
     text: str
 

@@ -1,7 +1,4 @@
-"""Jobs and scripts that run once: Redis' password, the download of models, `helm test`, the head's probe.
-
-The bundled Redis is started as its pod starts it, with passwords of any characters, and bounded.
-"""
+"""Jobs and scripts that run once: Redis' password, the download of models, `helm test`, the head's probe."""
 
 import base64
 import contextlib

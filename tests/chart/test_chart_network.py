@@ -1,7 +1,4 @@
-"""Allowed connections, as a table over every component and port of the release with everything enabled.
-
-They are computed from the rendered NetworkPolicies, as a network plugin would.
-"""
+"""Allowed connections, as a table over every component and port of the release with everything enabled."""
 
 from typing import NamedTuple
 

@@ -25,6 +25,7 @@ from gammaray.aio import end_tasks
 from gammaray.grammar.check_pool import MAX_MEMORY_BYTES
 from tests.fuzz.campaign import Campaign
 from tests.support.cluster.cluster_helpers import Cluster
+from tests.support.schema_helpers import nested
 
 MAX_GAP_S = 0.25
 NUM_TRIES = 3
@@ -95,13 +96,6 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
 
-def _nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema, "maxItems": 2}
-    return schema
-
-
 def _properties(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{i}": {"type": "boolean"} for i in range(count)}}
 
@@ -153,7 +147,7 @@ FIELDS = (
     Growing("rules of a grammar", COMPLETION, lambda n: _grammar(_rules(n)), 4096),
     Growing("enum", CHAT, lambda n: _schema({"enum": list(range(n))}), 2**14),
     Growing("properties", CHAT, lambda n: _schema(_properties(n)), 4096),
-    Growing("depth of a schema", CHAT, lambda n: _schema(_nested(n)), 256),
+    Growing("depth of a schema", CHAT, lambda n: _schema(nested(n, maxItems=2)), 256),
     Growing("pattern", CHAT, lambda text: _schema({"type": "string", "pattern": text}), 2**16, is_text=True),
     Growing("lengths of a schema", CHAT,
             lambda n: _schema({"type": "string", "minLength": n, "maxLength": 2 * n}), 2**20),

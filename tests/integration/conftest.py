@@ -67,6 +67,5 @@ def workers():
 
 @pytest.fixture
 async def orchestrator(redis_server, workers):
-    """An orchestrator in this process, with these workers."""
     async with running(redis_server, *workers) as orchestrator:
         yield orchestrator

@@ -73,9 +73,6 @@ async def api(orchestrator):
         yield Api(orchestrator, http)
 
 
-# HTTP
-
-
 async def test_request_headers(api):
     late = await api.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 500}, **{"gammaray-timeout-ms": "1"})
     assert late.status_code == 504
@@ -161,9 +158,6 @@ async def test_samples_are_separate_sessions_and_each_is_its_own_function_of_the
     assert streamed == texts
 
 
-# Structured output
-
-
 NAMED = {"name": "n", "schema": SCHEMA}
 FORMS = [
     {"response_format": {"type": "json_schema", "json_schema": NAMED}},
@@ -208,18 +202,12 @@ async def test_form_is_cut_at_max_tokens_and_ends_before_min_tokens(api):
     json.loads(choice["text"])
 
 
-# Log-probabilities
-
-
 async def test_resume_from_token_0_with_prompt_logprobs_is_refused(api):
     body = {"prompt": PROMPT, "max_tokens": 4, "stream": True, "prompt_logprobs": 0}
     answer = await api.post(COMPLETIONS, body)
     session, turn = re.search(r"^id: ([^:]+):([^:]+)", answer.text, re.MULTILINE).groups()
     again = await api.post(COMPLETIONS, body, **{"Last-Event-ID": f"{session}:{turn}:0"})
     assert again.status_code == 409
-
-
-# Request and response object `gammaray`
 
 
 async def test_options_change_no_token(api):
@@ -240,9 +228,6 @@ async def test_options_change_no_token(api):
         assert await api.text(seed=7, gammaray=options) == text, options
     for method in ("coupled", "rejection", "naive", "block"):
         await api.complete(gammaray={"verification": method})
-
-
-# Errors
 
 
 async def test_context_overflow_has_openais_code_and_words(api):
@@ -278,15 +263,9 @@ async def test_session_that_does_not_exist_has_its_own_code(api):
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "session_not_found")
 
 
-# gRPC
-
-
 async def test_grpc_and_http_give_the_same_tokens(api):
     chunks, _ = await generate(api.orchestrator, text=PROMPT, max_tokens=12, sampling={"seed": 9})
     assert "".join(chunk.text for chunk in chunks) == await api.text(seed=9)
-
-
-# Responses
 
 
 RESPONSE = {"model": "demo", "max_output_tokens": 24, "extra_body": {"seed": 3}}

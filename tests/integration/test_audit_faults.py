@@ -2,12 +2,10 @@
 
 import pytest
 
-from gammaray.audit.endpoint import Endpoint, Spent
 from gammaray.audit.findings import Status
-from gammaray.audit.run import CHECKS, overall, run_audit
-from gammaray.audit.subject import Subject, default_prompts
+from gammaray.audit.run import CHECKS, overall
 from orchestrator.api.http.server.app import create_app
-from tests.support.audit_helpers import FAULTS, Proxy
+from tests.support.audit_helpers import FAULTS, Proxy, audited
 from tests.support.http_helpers import listening
 from tests.support.workers.service_helpers import running
 
@@ -23,17 +21,6 @@ TOGETHER = (
 """Every fault, several to an audit: one takes 15 s, most of it for honest answers."""
 
 
-async def audited(url, names, max_tokens=60_000):
-    server = Endpoint(url, "demo", "", "NO_KEY", 9, Spent(max_tokens), 120.0)
-    subject = Subject(server, None, default_prompts(), 0.005, 1)
-    try:
-        async for finding in run_audit(subject, names):
-            print(finding)
-    finally:
-        await subject.close()
-    return subject
-
-
 def statuses(subject):
     return {name: finding.result.status for name, finding in subject.findings.items()}
 
@@ -45,11 +32,11 @@ def test_every_fault_is_planted():
 @pytest.mark.timeout(900)
 async def test_honest_server_passes_every_check(redis_server, workers):
     async with running(redis_server, *workers) as orchestrator, listening(create_app(orchestrator)) as url:
-        subject = await audited(url, [*OTHERS, "independence"])
+        subject = await audited(url, "demo", [*OTHERS, "independence"], 60_000)
         assert set(statuses(subject).values()) == {Status.PASSED}
         assert overall(subject.findings.values()) is Status.PASSED
         # Too few tokens to say anything of the law.
-        subject = await audited(url, ["law"], max_tokens=2000)
+        subject = await audited(url, "demo", ["law"], 2000)
         assert statuses(subject) == {"law": Status.INCONCLUSIVE}
 
 
@@ -59,7 +46,7 @@ async def test_faults_are_found_by_their_own_checks_alone(redis_server, workers,
     faults = [FAULTS[name] for name in names]
     async with running(redis_server, *workers) as orchestrator, listening(create_app(orchestrator)) as url:
         async with Proxy(url, faults).running() as proxied:
-            subject = await audited(proxied, OTHERS)
+            subject = await audited(proxied, "demo", OTHERS, 60_000)
     failed = {check for check, status in statuses(subject).items() if status is Status.FAILED}
     assert failed == {fault.check for fault in faults}
     for check in failed:

@@ -1,8 +1,4 @@
-"""Sessions with a grammar in clusters whose processes have several versions of llguidance.
-
-Target workers that compute other masks than the orchestrator get none. A resumed session goes on if its
-tokens follow the grammar with the version of the process that resumes it.
-"""
+"""Sessions with a grammar in clusters whose processes have several versions of llguidance."""
 
 import dataclasses
 import re

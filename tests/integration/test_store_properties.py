@@ -262,7 +262,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.model.exists)
     @rule(owner=OWNERS)
     def create_again(self, owner: int) -> None:
-        """Another session of the same name."""
         session = self.view(0, [])
         self.run(self.store.create(session, b"turn 0"))
         self.rises(session.epoch)

@@ -64,7 +64,7 @@ async def test_replica_starts_reports_health_and_drains(role, settings_class, tm
     finally:
         bind_cores(usual)
     assert replica.worker.role == role
-    assert (await replica.address()).startswith("127.0.0.1:")
+    assert replica.worker.address.startswith("127.0.0.1:")
     await replica.check_health()
     worker = replica.worker
     assert await replica.__del__()

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +14,9 @@ from typing import Any
 import httpx
 from fastapi import FastAPI, Request, Response
 
+from gammaray.audit.endpoint import Endpoint, Spent
+from gammaray.audit.run import run_audit
+from gammaray.audit.subject import Subject, default_prompts
 from tests.support.http_helpers import listening
 
 Body = dict[str, Any]
@@ -294,8 +297,6 @@ MATRIX = {
 
 @dataclass
 class Proxy:
-    """Forwards requests to a server, with faults."""
-
     url: str
     faults: Sequence[Fault]
     _at_once: int = 0
@@ -389,3 +390,15 @@ class Proxy:
         async with httpx.AsyncClient(base_url=self.url, timeout=120, limits=limits) as self._http:
             async with listening(self.app()) as url:
                 yield url
+
+
+async def audited(url: str, model: str, names: Collection[str], max_tokens: int, seed: int = 1) -> Subject:
+    """Run checks on a server; return the subject with what they found."""
+    server = Endpoint(url, model, "", "NO_KEY", 9, Spent(max_tokens), 300.0)
+    subject = Subject(server, None, default_prompts(), 0.005, seed)
+    try:
+        async for finding in run_audit(subject, names):
+            print(finding)
+    finally:
+        await subject.close()
+    return subject

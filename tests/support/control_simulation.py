@@ -305,7 +305,6 @@ def make_cycle(
     is_first: bool = False,
     started: float = 0.0,
 ) -> Cycle:
-    """Return a cycle from times in units."""
     accepted = sum(rank >= 0 for _, rank in levels)
     origins = (TokenOrigin.ACCEPTED,) * accepted + (TokenOrigin.BONUS,)
     counts = {"num_drafted": num_nodes, "num_tested": len(levels), "num_accepted": accepted}

@@ -42,7 +42,9 @@ class TableEngine:
     def keep_reduced(self):
         return None
 
-    def step(self, feeds: Sequence[SequenceInput], idle_until: object = None) -> list[Tensor]:
+    def step(
+        self, feeds: Sequence[SequenceInput], idle_until: object = None, until: object = None
+    ) -> list[Tensor]:
         self.num_steps += 1
         return [self.feed_one(feed) for feed in feeds]
 

@@ -55,7 +55,6 @@ def die_at(owner: Any, name: str, where: int | str, *, at_end: bool) -> None:
 
 
 def train(step: str, folder: str, target: str, drafter: str) -> None:
-    """Train, and die at a step."""
     parent = os.getppid()
     if step == START:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -60,6 +60,14 @@ SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
 """Schemas of a part of JSON Schema that llguidance supports as a whole."""
 
 
+def nested(depth: int, **keywords: Any) -> dict[str, Any]:
+    """Return the schema of a text in so many arrays, each of which has the keywords."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema, **keywords}
+    return schema
+
+
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """Return what a schema of SCHEMAS means here: its objects have no properties that it does not list."""
     if "anyOf" in schema:

@@ -178,10 +178,7 @@ def as_official_dflash(folder: Path) -> Path:
 
 
 def bigram_eagle(folder: Path, target: Path) -> Path:
-    """Write an EAGLE-1 head whose layer adds nothing: its next token depends on the last one only.
-
-    It predicts a bigram target exactly, as both share embedding and output.
-    """
+    """Write an EAGLE-1 head whose layer adds nothing: its next token depends on the last one only."""
     stored = json.loads((target / "config.json").read_text())
     size, inner = stored["hidden_size"], stored["intermediate_size"]
     dim = stored.get("head_dim") or size // stored["num_attention_heads"]

@@ -43,7 +43,6 @@ def adapters(llama, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def served(llama, adapters) -> Iterator:
-    """The scheduler with both adapters."""
     scheduler = start_vllm(llama, adapters={name: str(path) for name, path in adapters.items()})
     yield scheduler
     scheduler.close()

@@ -1,9 +1,4 @@
-"""vLLM's own drafters in the target: what they draft, that no text changes by them, and a session's life.
-
-The oracle is the CPU engine, which has to give the same text and the same verdict on what vLLM's head
-drafted. With an EAGLE-3 head it has to draft the same tokens, too, with the same noise. Heads that only vLLM
-serves have to draw the target's tokens where they know its distribution.
-"""
+"""vLLM's own drafters in the target: what they draft, that no text changes by them, and a session's life."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -1,8 +1,4 @@
-"""Eight requests at once with a head and adapters: each has the tokens that it has alone with gamma 0.
-
-A request's adapter, grammar, choice of several and parameters are drawn. The head proposes, or a draft, or
-either from block to block.
-"""
+"""Eight requests at once with a head and adapters: each has the tokens that it has alone with gamma 0."""
 
 from __future__ import annotations
 

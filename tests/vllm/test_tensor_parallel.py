@@ -26,7 +26,6 @@ def vllm_processes():
 
 @pytest.fixture(scope="module")
 def ranks(llama):
-    """The scheduler over two ranks."""
     others = vllm_processes()
     scheduler = start_vllm(llama, tensor_parallel=2)
     yield scheduler

@@ -1,8 +1,4 @@
-"""The property that everything rests on: tokens do not depend on proposals or on the batch.
-
-Two architectures, float32, batches of one to eight sessions that join, leave, stop and roll back at random. A
-difference is allowed nowhere.
-"""
+"""The property that everything rests on: tokens do not depend on proposals or on the batch."""
 
 import random
 

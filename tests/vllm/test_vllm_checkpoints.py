@@ -1,7 +1,4 @@
-"""Checkpoints that vLLM loads quantised, on CPUs: their log-probabilities are those of the dequantised model.
-
-The tiny models are quantised here, by rounding to the nearest.
-"""
+"""Checkpoints that vLLM loads quantised, on CPUs: log-probabilities are those of the dequantised model."""
 
 import json
 import shutil

@@ -68,7 +68,7 @@ class Batch:
     """One forward over all feeds of a step.
 
     With `idle_until` the compiled kernel runs at idle CPU priority until another thread sets that to a
-    nonzero value, and then restores its priority. Other runners ignore it.
+    nonzero value, and then restores its priority. With `until` it ends early then. Other runners ignore both.
     """
 
     segments: list[Segment]  # in the order of the feeds
@@ -78,6 +78,7 @@ class Batch:
     masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)  # see `mask`
     taps: Taps | None = None  # the hidden states to record; None for none
     idle_until: c_int32 | None = None
+    until: c_int32 | None = None
 
     @property
     def num_first(self) -> int:

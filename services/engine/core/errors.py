@@ -31,11 +31,14 @@ class InvalidModelError(UnsupportedModelError):
         super().__init__(model, f"{file}: {field}: got {self.got}, allowed: {allowed}")
 
 
+class EndedEarlyError(Exception):
+    """A forward was ended, as its result is no longer needed."""
+
+
 class CacheGapError(FailedPreconditionError):
     """A feed starts past the `length` cached tokens of a session (0 if unknown), which come first."""
 
     def __init__(self, session_id: str, length: int) -> None:
-        self.session_id, self.length = session_id, length
         super().__init__(f"session {session_id!r} has {length} cached tokens, the feed starts after them")
 
 
@@ -43,7 +46,6 @@ class CacheFullError(ResourceExhaustedError):
     """One step alone needs more cache than the whole budget."""
 
     def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
-        self.needed_bytes, self.budget_bytes = needed_bytes, budget_bytes
         super().__init__(f"the step needs {needed_bytes} bytes of cache, the budget is {budget_bytes}")
 
 

@@ -58,6 +58,7 @@ class BatchArguments(Structure):
         (c_void_p, "tap tapped feature"),
         (c_int32, "threads"),
         (c_void_p, "idle_until"),
+        (c_void_p, "until"),
     )
 
 
@@ -73,7 +74,7 @@ _FUNCTIONS = {
     "gr_scratch_size": (c_int64, _MODEL, c_int32, c_int32, c_int32),
     "gr_guesses_float32": _GUESSES,
     "gr_guesses_float64": _GUESSES,
-    "gr_forward": (None, _MODEL, _BATCH),
+    "gr_forward": (c_int32, _MODEL, _BATCH),
     "gr_map": (None, POINTER(MatrixWeights), c_int32, c_void_p, c_void_p, c_void_p, c_int32),
     "gr_map_scratch_size": (c_int64, POINTER(MatrixWeights), c_int32),
     "gr_chain": (c_int32, _MODEL, _BATCH, *_CHAIN),

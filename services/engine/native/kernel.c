@@ -111,6 +111,7 @@ typedef struct {
     const float *feature;       /* [rows, hidden] of a head, which has one tap: its last state */
     int32_t threads;            /* to compute on, at most */
     const volatile int32_t *idle_until; /* the calling thread has idle priority while this is 0; NULL: never */
+    const volatile int32_t *until;      /* gr_forward ends early once this is not 0; NULL: never */
 } gr_batch;
 
 INLINE vf splat(float value) { return value - (vf){}; }
@@ -521,8 +522,9 @@ static void end_idle(int usual) {
 #endif
 }
 
-/* Fills the rows' slots of the caches, the logits of the wanted rows and the tapped states. */
-static void forward(const gr_model *m, const gr_batch *b) {
+/* Fills the rows' slots of the caches, the logits of the wanted rows and the tapped states. Returns 0, or 1 without
+ * logits if it ended early. */
+static int32_t forward(const gr_model *m, const gr_batch *b) {
     int hidden = m->hidden, inner = m->intermediate, rows = b->rows, threads = b->threads;
     int width = (m->heads + 2 * m->kv_heads) * m->head_dim, mixed_width = m->heads * m->head_dim;
     float *x = b->scratch, *h = x + (int64_t)rows * hidden, *qkv = h + (int64_t)rows * hidden;
@@ -535,6 +537,7 @@ static void forward(const gr_model *m, const gr_batch *b) {
         for (int r = 0; r < rows; r++) embed(m, b->token[r], x + (int64_t)r * hidden);
     for (int i = 0; i < m->layers; i++) {
         const gr_layer *layer = m->layer + i;
+        if (b->until && *b->until) return 1;
         record(b, i, x, hidden);
         for (int r = 0; !m->is_head && r < rows; r++)
             rms_norm(x + (int64_t)r * hidden, layer->attention_norm, h + (int64_t)r * hidden, hidden, m->norm_eps);
@@ -557,12 +560,13 @@ static void forward(const gr_model *m, const gr_batch *b) {
         rms_norm(from, m->last_norm, h + (int64_t)w * hidden, hidden, m->norm_eps);
     }
     product(threads, &m->head, b->wanted, h, hidden, b->logits, m->head.outputs, 0, parts);
+    return 0;
 }
 
-EXPORT void gr_forward(const gr_model *m, const gr_batch *b) {
-    int usual = begin_idle(b);
-    forward(m, b);
+EXPORT int32_t gr_forward(const gr_model *m, const gr_batch *b) {
+    int32_t usual = begin_idle(b), has_ended_early = forward(m, b);
     end_idle(usual);
+    return has_ended_early;
 }
 
 /* Feeds the rows of `b`, one segment that is a chain: those before the wanted ones together with the first

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.core.batch import Batch, Runner, node_path
+from services.engine.core.errors import EndedEarlyError
 from services.engine.native.bindings import BatchArguments, SegmentArguments
 from services.engine.native.library import kernel_threads
 from services.engine.native.weights import NativeModel
@@ -39,7 +40,8 @@ class NativeRunner(Runner):
         threads = kernel_threads()
         self._make_room(len(batch.token_ids), max(batch.positions), threads)
         logits, _, arguments, _pointed_to = self._laid_out(batch, threads)
-        self.model.kernel.gr_forward(byref(self.model.weights), byref(arguments))
+        if self.model.kernel.gr_forward(byref(self.model.weights), byref(arguments)):
+            raise EndedEarlyError
         return logits
 
     def chain(
@@ -101,6 +103,7 @@ class NativeRunner(Runner):
             None if self._features is None else self._features.data_ptr(),
             threads,
             None if batch.idle_until is None else addressof(batch.idle_until),
+            None if batch.until is None else addressof(batch.until),
         )
         return logits, numbers, arguments, segments
 

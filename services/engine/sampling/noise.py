@@ -15,8 +15,7 @@ Streams, disjoint because the low byte of c3 differs:
 
 The draft's draws depend on the base position because the same position is drafted again after a rejection,
 and must then be drawn independently. Block verification looks at the whole chain before it decides where to
-stop, so both the draws and the tests of a position that is drafted again must be independent of the earlier
-ones.
+stop, so the draws and the tests of a position that is drafted again must be independent of the earlier ones.
 
 Cost: one row takes about 5 ns per token id of the vocabulary on one CPU core with the compiled kernel (250 us
 for 49,152 ids), 15 ns without it; a draw by the kernel, which keeps no rows, 2 ns. Rows are computed ahead in

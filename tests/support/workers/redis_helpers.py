@@ -59,7 +59,6 @@ class RedisName:
     """
 
     def __init__(self, target: int) -> None:
-        """Lead to a server on this machine; see `redis_name`."""
         self.target = target
         self.reply = ""
         self.refused: list[str] = []

@@ -54,6 +54,7 @@ MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 
 _PART_KINDS = ("input_text", "output_text", "text")
+_joined = partial(joined, kinds=_PART_KINDS)
 
 
 class TextInputPart(BaseModel):
@@ -61,10 +62,6 @@ class TextInputPart(BaseModel):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-
-
-def _joined(value: Any) -> str:
-    return joined(value, _PART_KINDS)
 
 
 def _joined_content(value: Any) -> str:

@@ -138,9 +138,6 @@ def test_rejection_stays_when_the_wealth_is_lost():
     assert test.num_tokens_until_rejected == number
 
 
-# --- What is a cell
-
-
 @st.composite
 def rounded_laws(draw_from):
     """Laws over ten tokens with ties: coarse logits."""
@@ -273,9 +270,6 @@ def test_hidden_and_unlikely_tokens_are_left_out_of_the_cells():
     assert list(Position.read(cells, 5).index) == ["a", "b"]
 
 
-# --- How often it errs, and what it finds
-
-
 def table_of(count):
     """Return positions, their laws over cells, and the factors [position, cell, alternative] of all draws."""
     positions = [Position.read(top(law(seed, exponent=1.0 + seed % 5 / 3)), LISTED) for seed in range(count)]
@@ -346,9 +340,6 @@ def test_more_tokens_show_smaller_faults():
     assert found[-1]["temperature below 1"] > found[99]["temperature below 1"]
     assert found[-1]["temperature above 1"] < found[99]["temperature above 1"]
     assert found[-1]["top-1 share"] == pytest.approx(found[99]["top-1 share"] / 2, rel=1e-3)
-
-
-# --- Independence
 
 
 @pytest.mark.parametrize("seed", range(5))

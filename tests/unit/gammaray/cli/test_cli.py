@@ -353,7 +353,6 @@ for arguments in {list(commands)!r}:
 
 
 def test_help_imports_no_command_and_none_of_their_packages():
-    """Help of a command imports no other command."""
     *general, of_keys = modules_after(["--help"], ["--version"], ["dance"], ["keys", "--help"])
     assert len(general) == 3
     for found in general:

@@ -1,7 +1,4 @@
-"""TLS of the command line and the clients, against certificates like those of the chart's ingress.
-
-The gRPC API is served by a gRPC server with TLS, the HTTP API by an HTTPS server; both are dialled by name.
-"""
+"""TLS of the command line and the clients, against certificates like those of the chart's ingress."""
 
 import re
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from gammaray import InvalidArgumentError
 from gammaray.demo_pair import resolve_model
 from gammaray.grammar.texts import JSON_OBJECT, MAX_DEPTH, choice_grammar, json_schema_grammar, regex_grammar
-from tests.support.schema_helpers import TEXTS, closed, variations, with_values
+from tests.support.schema_helpers import TEXTS, closed, nested, variations, with_values
 
 
 @cache
@@ -153,13 +153,6 @@ def test_restriction_that_cannot_be_followed_is_refused_by_name(subtests):
         schema = {"properties": {"x.y": {"items": {"properties": properties, keyword: value}}}}
         with subtests.test(keyword):
             assert keyword.removeprefix("min").removeprefix("max") in refusal(json_schema_grammar(schema))
-
-
-def nested(depth):
-    schema = {"type": "string"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema}
-    return schema
 
 
 KINDS = [
@@ -348,9 +341,6 @@ def test_pydantic_schemas_have_the_texts_of_their_models():
     assert followed == [True, False, False, False]
 
 
-# Regular expressions
-
-
 def test_regex_grammar_matches_whole_texts(subtests):
     for pattern, good, bad in [
         (r"\\/", "\\/", "/"),
@@ -406,9 +396,6 @@ def test_unsupported_regex_is_refused_with_its_reason(pattern, reason):
 def test_value_that_is_no_regex_is_named(pattern):
     with pytest.raises(InvalidArgumentError, match=r"^mine: got"):
         regex_grammar(pattern, "mine")
-
-
-# Choices and literals
 
 
 @example(

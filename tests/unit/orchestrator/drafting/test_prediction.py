@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gammaray.demo_pair import resolve_model
-from gammaray.types import DrafterKind, GenerationRequest, VerificationMethod
+from gammaray.types import DrafterKind, VerificationMethod
 from orchestrator.cycle.types import Match
 from orchestrator.drafting.matches import to_proposal
-from orchestrator.drafting.prediction import PredictionDrafter, prediction_ids
+from orchestrator.drafting.prediction import PredictionDrafter
 from orchestrator.text.tokenizer import LONG_TEXT, Tokenizer
 from tests.support.cycle_helpers import PROMPT, make_session
 
@@ -91,10 +91,8 @@ async def test_prediction_ids_are_those_of_the_text_without_special_tokens():
     tokenizer = Tokenizer(resolve_model("demo"))
     text = "def read(path):\n"
     expected = tuple(tokenizer.encode(text, is_start=False))
-    assert await prediction_ids(GenerationRequest("x", prediction=text), tokenizer) == expected
-    assert await prediction_ids(GenerationRequest("x", prediction=(4, 5)), tokenizer) == (4, 5)
-    assert await prediction_ids(GenerationRequest("x"), tokenizer) == ()
+    assert await tokenizer.ids_of(text, is_start=False) == expected
+    assert await tokenizer.ids_of((4, 5), is_start=False) == (4, 5)
+    assert await tokenizer.ids_of((), is_start=False) == ()
     long = text * (LONG_TEXT // len(text) + 1)
-    assert await prediction_ids(GenerationRequest("x", prediction=long), tokenizer) == tuple(
-        tokenizer.encode(long, is_start=False)
-    )
+    assert await tokenizer.ids_of(long, is_start=False) == tuple(tokenizer.encode(long, is_start=False))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gammaray.types import SamplingParams, VerificationMethod
+from services.engine.core.errors import EndedEarlyError
 from services.own.lookahead import MANY_ROWS, SLOW_S, measure_ahead
 from services.scheduling.tasks import Prepared, Release
 from services.speculation.outcomes import AHEAD_ROWS, SESSION_ROWS
@@ -134,6 +135,28 @@ def test_a_slow_draft_sends_each_prepared_proposal_at_once(monkeypatch):
         answer(ahead.scheduler, task)
         first.append(next(step for step in range(100) if ahead.scheduler.step()))
     assert first[0] < first[1]
+
+
+@pytest.mark.parametrize(("levels", "others", "is_ended"), [(1, 0, True), (1, 1, False), (2, 0, False)])
+def test_a_slow_forward_ends_for_the_block_of_its_session(levels, others, is_ended, monkeypatch):
+    ahead = Drafter(TableEngine(spread=5.0), ahead_rows=4, ahead_levels=levels)
+    for name in ("s", "t")[: 1 + others]:
+        ahead.ask(PROMPT, 4, session_id=name)
+    step, stops = ahead.engine.step, []
+
+    def ends(feeds, idle_until=None, until=None):
+        stops.append(until)
+        if until is not None and until.value:
+            raise EndedEarlyError
+        return step(feeds)
+
+    monkeypatch.setattr(ahead.engine, "step", ends)
+    ahead.scheduler.queue.stop.value = 1  # a block is on its way
+    ahead.scheduler.step()
+    assert (stops[0] is not None) == is_ended
+    assert ahead.scheduler.has_work
+    fresh = Drafter(TableEngine(spread=5.0)).ask([*PROMPT, 9], 4).outcome
+    assert ahead.ask([*PROMPT, 9], 4).outcome == fresh
 
 
 def test_ahead_follows_more_outcomes_where_rows_are_free():

@@ -43,13 +43,11 @@ def fill(engine: Engine, session_id: str, count: int, seed: int = 1) -> list[int
 
 
 def test_feed_past_the_cache_raises_gap_with_length(engine):
-    with pytest.raises(CacheGapError) as unknown:
+    with pytest.raises(CacheGapError, match="session 'a' has 0 cached tokens"):
         engine.step([SequenceInput("a", 3, [1], 1)])
-    assert (unknown.value.session_id, unknown.value.length) == ("a", 0)
     fill(engine, "a", 5)
-    with pytest.raises(CacheGapError) as known:
+    with pytest.raises(CacheGapError, match="has 5 cached tokens") as known:
         engine.step([SequenceInput("a", 6, [1], 1)])
-    assert known.value.length == 5
     assert isinstance(known.value, FailedPreconditionError)
     assert engine.length("a") == 5
 
@@ -107,9 +105,9 @@ def test_step_beyond_the_budget_raises_and_keeps_everything(directory):
     engine = load_engine(str(directory), cache_budget_bytes=2 * BLOCK_BYTES)
     fill(engine, "a", 5)
     fill(engine, "b", 5)
-    with pytest.raises(CacheFullError) as full:
+    sizes = f"needs {3 * BLOCK_BYTES} bytes of cache, the budget is {2 * BLOCK_BYTES}"
+    with pytest.raises(CacheFullError, match=sizes) as full:
         engine.step([SequenceInput("c", 0, random_tokens(65, 1), 1), SequenceInput("a", 2, [1], 1)])
-    assert (full.value.needed_bytes, full.value.budget_bytes) == (3 * BLOCK_BYTES, 2 * BLOCK_BYTES)
     assert isinstance(full.value, ResourceExhaustedError)
     assert (engine.length("a"), engine.length("b"), engine.length("c")) == (5, 5, 0)
 

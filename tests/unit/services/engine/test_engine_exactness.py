@@ -1,7 +1,4 @@
-"""The engine's logits and hidden states against the model's own plain forward, for every architecture.
-
-On each path: the compiled kernel, transformers' layers as on CPUs, or with a causal kernel, as on GPUs.
-"""
+"""The engine's logits and hidden states against the model's own plain forward, for every architecture."""
 
 import random
 from functools import cache

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.http_helpers import CHAT, complete, events_with_ids
 from tests.support.openapi_helpers import check_answer, check_events, check_refused, request_schema, validator
+from tests.support.schema_helpers import nested
 from tests.support.surface_helpers import ScriptedBackend
 from tests.support.tool_helpers import BODY_TOOLS, QWEN_CHAT, joined
 
@@ -218,13 +219,6 @@ NO_ID = {"role": "assistant", "tool_calls": [{"id": None, "function": {"name": "
 
 def tool_of(**fields):
     return {"type": "function", "function": {"name": "f", **fields}}
-
-
-def nested(depth):
-    schema = {}
-    for _ in range(depth):
-        schema = {"items": schema}
-    return schema
 
 
 REFUSED = {

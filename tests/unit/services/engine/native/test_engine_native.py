@@ -17,7 +17,7 @@ from gammaray.errors import InvalidArgumentError
 from services.engine import loader as loading
 from services.engine.checks import check_deterministic
 from services.engine.core.batch import SequenceInput
-from services.engine.core.errors import CacheGapError, UnsupportedModelError
+from services.engine.core.errors import CacheGapError, EndedEarlyError, UnsupportedModelError
 from services.engine.core.model import LoadedModel, load_model
 from services.engine.core.quantised import QuantisedMatrix, quantise, quantise_model
 from services.engine.hf.runner import TransformersRunner
@@ -240,6 +240,19 @@ def test_chain_ends_with_the_forward_during_which_it_is_stopped(tmp_path):
     assert ours.length("a") == 1
     (one,), (other,) = (engine.step([SequenceInput("a", 1, [7], 1)]) for engine in (ours, theirs))
     assert torch.equal(one, other)
+
+
+def test_forward_that_ends_early_changes_nothing(tmp_path):
+    directory = str(tiny_model("llama", tmp_path))
+    ours, theirs = load_engine(directory), load_engine(directory)
+    for engine in (ours, theirs):
+        engine.step([SequenceInput("a", 0, [5, 6], 1)])
+    with pytest.raises(EndedEarlyError):
+        ours.step([SequenceInput("a", 2, [7], 1), SequenceInput("b", 0, [8], 1)], until=c_int32(1))
+    assert (ours.length("a"), ours.length("b")) == (2, 0)
+    feeds = [SequenceInput("a", 2, [9], 1), SequenceInput("b", 0, [3], 1)]
+    for one, other in zip(ours.step(feeds, until=c_int32(0)), theirs.step(feeds), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_chain_rejects_the_same_input_as_a_step(tmp_path):

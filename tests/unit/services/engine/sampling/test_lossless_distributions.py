@@ -1,7 +1,4 @@
-"""Sampled losslessness: the first two tokens of whole cycles against the target's exact distribution.
-
-Seeded, so a verdict never changes by chance. A bias of two per cent would be seen.
-"""
+"""Sampled losslessness: the first two tokens of whole cycles against the target's exact distribution."""
 
 import dataclasses
 from collections import Counter

@@ -1,8 +1,4 @@
-"""Bit equality: with coupled verification the tokens depend on prompt, seed and parameters alone.
-
-Whatever the draft, gamma and tree: the same tokens as plain decoding (gamma 0). At temperature 0 this holds
-for every method.
-"""
+"""Bit equality: with coupled verification the tokens depend on prompt, seed and parameters alone."""
 
 import random
 

@@ -4,19 +4,13 @@ import pytest
 
 from tests.support.openapi_helpers import check_refused, request_schema, validator
 from tests.support.response_helpers import PATH, get, respond
+from tests.support.schema_helpers import nested
 from tests.support.surface_helpers import ScriptedBackend
 
 TOOL = {"type": "function", "name": "f"}
 MESSAGE = {"role": "user", "content": "x"}
 SCHEMA = {"type": "json_schema", "name": "a", "schema": {}}
 CALL = {"type": "function_call", "call_id": "c", "name": "f"}
-
-
-def nested(depth):
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 WRONG = [
@@ -67,7 +61,7 @@ BEYOND = [
 HOSTILE = [
     ({"text": {f"k{number}": 0 for number in range(50_000)}}, "text.k0"),
     ({"input": [{}] * 50_000}, "input.0"),
-    ({"text": {"format": {**SCHEMA, "schema": {"enum": nested(500)}}}}, "body"),
+    ({"text": {"format": {**SCHEMA, "schema": {"enum": [nested(500)]}}}}, "body"),
     ({"input": [{**CALL, "arguments": "[" * (2**20 + 1)}]}, "input.0.arguments"),
     ({"tools": [{**TOOL, "name": f"f{n}"} for n in range(20_000)]}, "tools"),
 ]
