@@ -167,8 +167,7 @@ class CostModel:
     def prepared_after(self, depth: int) -> float:
         """Return the probability that the proposal after one of this depth is prepared.
 
-        A verification that ends at one of `depth` + 1 places has as many likely outcomes, of which about the
-        same number is prepared.
+        Its verification can end at `depth` + 1 places, and about the same number of outcomes is prepared.
         """
         odds = self.prepared * self._drafted
         return odds / (odds + (1.0 - self.prepared) * depth) if odds > 0 else 0.0

@@ -83,6 +83,7 @@ class Drafting:
         drafter = SessionDrafter(models, texts, max_text, forced, fixed)
         controller: Controller
         if fixed is None:
+            can_end = request.verification is VerificationMethod.COUPLED  # at any length
             adaptive = {
                 kind: AdaptiveGamma(
                     policy.max_gamma or settings.max_gamma,
@@ -90,7 +91,7 @@ class Drafting:
                     self._max_nodes(request),
                     max_match=max_text,
                     temperature=request.sampling.temperature,
-                    few=FEW if request.verification is VerificationMethod.COUPLED else 0,
+                    few=FEW if can_end and kind is DrafterKind.MODEL else 0,
                 )
                 for kind in models or [DrafterKind.MODEL]
             }

@@ -146,13 +146,16 @@ class VllmDraftScheduler:
             if going_on is not None:
                 self.engine.close(going_on)
             return Proposal()
+        ready = (self.engine.tokens(going_on) or ())[len(session.tokens) :] if going_on else ()
+        if task.shape.drafted_depth and session.spec.method is VerificationMethod.COUPLED:
+            depth = min(depth, max(task.shape.drafted_depth, len(ready)))
         drafting = _Drafting(task, session, going_on or "", depth)
         if going_on is None:
             spec, salt = session.spec, salt_of(session)
             drafting.request_id = self.engine.open(session.session_id, session.tokens, spec, salt)
             self.engine.post(drafting.request_id, DraftBlock(task.base_position))
         else:
-            for token_id in (self.engine.tokens(going_on) or ())[len(session.tokens) :]:
+            for token_id in ready:
                 if not drafting.is_complete:
                     drafting.append(Drafted(token_id))
             if drafting.is_complete:
