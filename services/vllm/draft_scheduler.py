@@ -196,7 +196,7 @@ class VllmDraftScheduler:
         task, session, proposal = work.task, work.session, work.proposal()
         self._answered.add(session.session_id)
         tokens = self.engine.tokens(work.request_id)
-        limit = min(task.base_position + 2 * work.depth + 1, self.engine.max_context)
+        limit = min(task.base_position + work.depth + 1 + task.shape.depth, self.engine.max_context)
         if tokens is not None and self._may_go_ahead(session.spec, tokens, limit):
             self._ahead[session.session_id] = _Ahead(work.request_id, session.spec, limit)
         else:
