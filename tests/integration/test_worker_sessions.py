@@ -17,7 +17,7 @@ from gammaray.errors import (
     UnavailableError,
 )
 from gammaray.grammar.matcher import grammar_identity
-from gammaray.types import ADAPTIVE, DrafterKind, GammaPolicy, GenerationRequest, Proposal
+from gammaray.types import ADAPTIVE, DrafterKind, GammaPolicy, GenerationRequest, Proposal, VerificationMethod
 from gammaray.v1 import target_service_pb2 as target_pb
 from gammaray.v1 import types_pb2 as pb
 from orchestrator.control.fixed import Reason
@@ -401,3 +401,20 @@ async def test_first_gammas_follow_what_a_target_says_of_its_forwards(forward_s,
                     gammas.append(cycle.gamma)
     assert gammas
     assert (max(gammas) <= 3) is is_short
+
+
+@pytest.mark.parametrize("method", [VerificationMethod.COUPLED, VerificationMethod.BLOCK])
+async def test_few_tokens_are_drafted_only_where_a_proposal_may_end_anywhere(method):
+    async with scripted("target") as target, scripted("draft") as draft:
+        async with fleet_of(target, draft) as fleet:
+            session = make_session(max_tokens=400)
+            drafting = Drafting(OrchestratorSettings(), fleet.drafts, fleet.targets, VOCAB)
+            request = GenerationRequest(prompt=PROMPT, gamma=ADAPTIVE, verification=method)
+            drafter, choice = drafting.open(
+                session, request, session_spec(session, frozenset(), shares_caches=True)
+            )
+            verifier = clients(fleet, session)[1]
+            while session.finish_reason is None:
+                await run_cycle(session, drafter, verifier, choice)
+    few = {block.drafted_depth for block in draft.blocks}
+    assert (few != {0}) is (method is VerificationMethod.COUPLED)
