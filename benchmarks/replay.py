@@ -268,6 +268,8 @@ def load(path: Path) -> tuple[list[Text], CycleCosts]:
     """Return the texts and costs of a result."""
     found = json.loads(path.read_text(encoding="utf-8"))
     texts = [Text(**{**text, "is_agreed": tuple(text["is_agreed"])}) for text in found["texts"]]
+    hits = found["costs"]["hits"]  # until 2026-11-30 one share for all gammas
+    found["costs"]["hits"] = [one if isinstance(one, list) else [one] * (MAX_GAMMA + 1) for one in hits]
     return texts, CycleCosts(**found["costs"])
 
 
