@@ -70,7 +70,7 @@ _FUNCTIONS = {
     "gr_lanes": (c_int32,),
     "gr_tile_inputs": (c_int32,),
     "gr_integer_inputs": (c_int32,),
-    "gr_pair_inputs": (c_int32,),
+    "gr_can_round": (c_int32,),
     "gr_scratch_size": (c_int64, _MODEL, c_int32, c_int32, c_int32),
     "gr_guesses_float32": _GUESSES,
     "gr_guesses_float64": _GUESSES,

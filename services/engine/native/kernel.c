@@ -53,7 +53,7 @@ typedef int16_t vh __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-enum { FLOAT32, BFLOAT16, INT8, PAIRS };
+enum { FLOAT32, BFLOAT16, INT8, ROUNDED };
 
 typedef struct {
     const void *panels; /* [ceil(outputs / PANEL), inputs, PANEL] */
@@ -169,11 +169,11 @@ INLINE vf some_inputs(const float *x, int64_t left) {
     return load(some);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 #include "pairs.h"
-#define PAIR_INPUTS 2
+#define HAS_PAIRS 1
 #else
-#define PAIR_INPUTS 0
+#define HAS_PAIRS 0
 static int64_t num_pairs(int64_t inputs) { return (void)inputs, 0; }
 INLINE void add_pairs(vf *sum, vf inputs, vf weights) { (void)sum, (void)inputs, (void)weights; }
 #endif
@@ -212,7 +212,7 @@ INLINE void weights_at(const int kind, const char *row, vf w[PANEL_VECTORS]) {
     if (kind == BFLOAT16) halves_at(row, w);
 #pragma GCC unroll 8
     for (int j = 0; j < PANEL_VECTORS; j++) {
-        if (kind == FLOAT32 || kind == PAIRS) w[j] = load((const float *)row + LANES * j);
+        if (kind == FLOAT32 || kind == ROUNDED) w[j] = load((const float *)row + LANES * j);
         if (kind == INT8) w[j] = bytes_at(row + LANES * j);
     }
 }
@@ -227,7 +227,7 @@ INLINE void add_row(const int rows, const int kind, const char *row, const float
         vf value = splat(x[r * x_stride]);
 #pragma GCC unroll 8
         for (int j = 0; j < PANEL_VECTORS; j++)
-            if (kind == PAIRS)
+            if (kind == ROUNDED)
                 add_pairs(&sum[r][j], value, w[j]);
             else
                 sum[r][j] += value * w[j];
@@ -250,13 +250,13 @@ INLINE void add_inputs(const int rows, const int kind, const char *panel, int64_
     int64_t k = 0;
     for (; k + step_rows <= inputs; ahead += step_rows * step) {
         /* Arithmetic would wait for memory: what the hardware fetches by itself comes too late. */
-        if (kind == PAIRS && step == row_bytes / 2) { /* of two tiles: into the second cache */
+        if (kind == ROUNDED && step == row_bytes / 2) { /* of two tiles: into the second cache */
             __builtin_prefetch(ahead, 0, 2);
             __builtin_prefetch(ahead + 64, 0, 2);
         } else {
             __builtin_prefetch(ahead);
             if (row_bytes > 64) __builtin_prefetch(ahead + 64);
-            if (kind == PAIRS && step == row_bytes) __builtin_prefetch(ahead + 128), __builtin_prefetch(ahead + 192);
+            if (kind == ROUNDED && step == row_bytes) __builtin_prefetch(ahead + 128), __builtin_prefetch(ahead + 192);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < step_rows; i++, k++, panel += row_bytes) add_row(rows, kind, panel, x + k, x_stride, sum);
@@ -289,8 +289,8 @@ INLINE void add_inputs(const int rows, const int kind, const char *panel, int64_
 PRODUCT(tile_float32, FLOAT32)
 PRODUCT(tile_bfloat16, BFLOAT16)
 PRODUCT(tile_int8, INT8)
-#if PAIR_INPUTS
-PRODUCT(tile_pairs, PAIRS)
+#if HAS_PAIRS
+PRODUCT(tile_pairs, ROUNDED)
 #else
 #define tile_pairs NULL
 #endif
@@ -357,7 +357,7 @@ static void product_chunk(const void *argument, int chunk, int thread) {
     const char *panel = (const char *)m->panels + begin / PANEL * panel_bytes(kind, t->inputs);
     (void)thread;
 #if TILE_INPUTS
-    if (kind == BFLOAT16) {
+    if (kind == BFLOAT16 || kind == ROUNDED) {
         tile_chunk(t, begin, end);
         return;
     }
@@ -374,7 +374,7 @@ static void product_chunk(const void *argument, int chunk, int thread) {
             vf sum[GROUP_ROWS][PANEL_VECTORS];
             memset(sum, 0, size * sizeof(sum[0]));
             int count = (size + MAX_ROWS - 1) / MAX_ROWS;
-            int64_t block = count == 1 ? t->inputs : kind == PAIRS && count > 2 ? BLOCK / 2 : BLOCK;
+            int64_t block = count == 1 ? t->inputs : kind == ROUNDED && count > 2 ? BLOCK / 2 : BLOCK;
             const char *from = panel;
             for (int64_t k = 0; k < t->inputs; k += block) {
                 int64_t inputs = t->inputs - k < block ? t->inputs - k : block, bytes = panel_bytes(kind, inputs);
@@ -398,13 +398,14 @@ static void product(int threads, const gr_matrix *m, int rows, const float *x, i
     int chunk_panels = (panels + chunks - 1) / chunks;
     product_task t = {m, x, y, x_stride, y_stride, rows, add, chunk_panels, m->inputs, NULL, scratch};
 #if TILE_INPUTS
-    if (m->kind == BFLOAT16) split(rows, m->inputs, x, x_stride, (uint16_t *)(t.parts = parts_in(scratch)));
+    if (m->kind == BFLOAT16 || m->kind == ROUNDED)
+        split(num_parts(m->kind), rows, m->inputs, x, x_stride, (uint16_t *)(t.parts = parts_in(scratch)));
 #endif
 #if INTEGER_INPUTS
     if (m->kind == INT8) to_integers(rows, m->inputs, x, x_stride, scratch);
 #endif
-#if PAIR_INPUTS
-    if (m->kind == PAIRS) {
+#if HAS_PAIRS
+    if (m->kind == ROUNDED) {
         to_pairs(rows, m->inputs, x, x_stride, scratch);
         t.x = scratch, t.x_stride = t.inputs = num_pairs(m->inputs);
     }
@@ -464,7 +465,7 @@ EXPORT int32_t gr_panel(void) { return PANEL; }
 EXPORT int32_t gr_lanes(void) { return LANES; }
 EXPORT int32_t gr_tile_inputs(void) { return TILE_INPUTS; }
 EXPORT int32_t gr_integer_inputs(void) { return INTEGER_INPUTS; }
-EXPORT int32_t gr_pair_inputs(void) { return PAIR_INPUTS; }
+EXPORT int32_t gr_can_round(void) { return HAS_PAIRS || TILE_INPUTS; }
 
 /* Inputs of the largest matrix. */
 static int64_t widest(const gr_model *m) {

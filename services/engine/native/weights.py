@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_PAIRS = 3
+_ROUNDED = 3
 
 MAX_HEAD_DIM = 256
 """Largest head dimension that the kernel keeps in registers and on its stack."""
@@ -73,7 +73,7 @@ def native_obstacle(loaded: LoadedModel) -> str:
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return f"a head of {head_dim} is not covered"
     kernel = load_kernel()
-    if loaded.dtype == torch.bfloat16 and kernel.library is not None and not kernel.library.gr_pair_inputs():
+    if loaded.dtype == torch.bfloat16 and kernel.library is not None and not kernel.library.gr_can_round():
         return f"bfloat16 is not covered on {kernel.variant}"
     return kernel.reason
 
@@ -248,17 +248,19 @@ class Packer:
             joined = concatenate([self.quantised[weight.data_ptr()][: len(weight)] for weight, _ in parts])
             panels = pack_integers(joined.values, layout[0], self.library.gr_integer_inputs())
             scale = self.vector(joined.scales)
-        elif self.dtype == torch.bfloat16:
-            panels = pack_pairs(torch.cat([part.bfloat16() for part, _ in parts]), layout[0])
         else:
-            joined_parts = torch.cat([part.float() for part, _ in parts])
-            panels = pack_panels(joined_parts, *layout, self.library.gr_tile_inputs())
+            joined_parts = torch.cat([part.to(self.dtype) for part, _ in parts])
+            tile_inputs = self.library.gr_tile_inputs()
+            if self.dtype == torch.bfloat16 and not tile_inputs:
+                panels = pack_pairs(joined_parts, layout[0])
+            else:
+                panels = pack_panels(joined_parts.float(), *layout, tile_inputs)
         self.kept.append(panels)
         bias = None
         if any(part is not None for _, part in parts):
             biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
             bias = torch.cat(biases)
-        kind = _PAIRS if scale is None and self.dtype == torch.bfloat16 else _KINDS[panels.dtype]
+        kind = _ROUNDED if scale is None and self.dtype == torch.bfloat16 else _KINDS[panels.dtype]
         return MatrixWeights(panels.data_ptr(), scale, self.vector(bias), kind, outputs, inputs)
 
 

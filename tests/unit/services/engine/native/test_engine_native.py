@@ -47,7 +47,8 @@ ROUNDED = 2e-3
 @pytest.fixture(params=usable_variants())
 def variant(request, monkeypatch):
     """An instruction set, for which models are laid out in a test."""
-    monkeypatch.setattr(packing, "load_kernel", lambda *_: open_kernel(request.param))
+    for module in (packing, loading):
+        monkeypatch.setattr(module, "load_kernel", lambda: open_kernel(request.param))
     return request.param
 
 
@@ -65,7 +66,7 @@ def test_native_path_every_instruction_set_exact(variant, bfloat16, tmp_path):
     assert run.worst_tap <= 1e-5
 
 
-PAIRS = 3
+ROUNDED_INPUTS = 3
 WITH_PAIRS = [name for name in usable_variants() if name in (BF16, AMX)]
 needs_pairs = pytest.mark.skipif(not WITH_PAIRS, reason="the processor has no products of bfloat16")
 
@@ -80,7 +81,7 @@ def test_bfloat16_in_the_kernel_is_nearer_to_float32_than_the_models_own(arch, v
     assert isinstance(engine.runner, NativeRunner)
     assert (engine.dtype, engine.kernel) == (torch.bfloat16, variant)
     layer = engine.runner.model.weights.layer[0]
-    assert {layer.qkv.kind, layer.down.kind, engine.runner.model.weights.head.kind} == {PAIRS}
+    assert {layer.qkv.kind, layer.down.kind, engine.runner.model.weights.head.kind} == {ROUNDED_INPUTS}
     check_deterministic(engine)  # alone, in chunks with other sessions, and in trees
     engine.tap([0, 3])
     text, nodes = random_tokens(60, 1), random_tokens(3, 3)
