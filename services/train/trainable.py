@@ -140,12 +140,15 @@ def fingerprints_of(target: str) -> dict[str, str]:
     return fingerprints
 
 
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """Return a context that computes products in bfloat16 where that is faster than in float32."""
-    # A CPU without these instructions converts; steps take 0.4 of the time with them.
+def has_bfloat16(device: str) -> bool:
+    """Whether a device computes products in bfloat16; a CPU without such instructions converts."""
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
-    is_faster = device.type != "cpu" or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return torch.autocast(device.type, torch.bfloat16, enabled=bool(is_faster))
+    return device != "cpu" or bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """Return a context of products in bfloat16 where that is faster: steps take 0.4 of the time."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device.type))
 
 
 def write_drafter(
