@@ -41,7 +41,7 @@ def _variants() -> dict[str, tuple[str, ...]]:
         variants["x86-64-v4"] = ("-march=x86-64-v4", "-mprefer-vector-width=512")
         variants[VNNI] = (*variants["x86-64-v4"], "-mavx512vnni")
         variants[BF16] = (*variants[VNNI], "-mavx512bf16")
-        variants[AMX] = (*variants[BF16], "-mamx-tile", "-mamx-bf16")
+        variants[AMX] = (*variants[BF16], "-mamx-tile", "-mamx-bf16", "-mamx-int8")
     return variants
 
 

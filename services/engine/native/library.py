@@ -85,8 +85,8 @@ def _processor_flags() -> frozenset[str]:
 @functools.cache
 def _has_tiles() -> bool:
     """Whether the processor has AMX; Linux gives its tiles to all threads of a process that asks."""
-    has_flag = "amx_bf16" in _processor_flags()
-    return has_flag and ctypes.CDLL(None).syscall(*map(ctypes.c_long, _REQUEST_TILES)) == 0
+    has_flags = {"amx_bf16", "amx_int8"} <= _processor_flags()
+    return has_flags and ctypes.CDLL(None).syscall(*map(ctypes.c_long, _REQUEST_TILES)) == 0
 
 
 def use_threads(count: int) -> None:

@@ -153,10 +153,10 @@ KINDS = [
 ]
 
 
-# Below one block of inputs, exactly one, a little more, and several with a rest.
+# Below one block of inputs, exactly one, a little more, whole tiles of AMX, and several blocks with a rest.
 # 45 and 303 leave one and three inputs beyond a panel's cache lines.
 @pytest.mark.parametrize(("variant", "kind"), KINDS)
-@pytest.mark.parametrize("inputs", [45, 96, 100, 303])
+@pytest.mark.parametrize("inputs", [45, 96, 100, 128, 303])
 def test_products_do_not_depend_on_the_other_rows_or_the_number_of_threads(variant, kind, inputs):
     """More threads than panels, and panels that do not divide evenly."""
     library = open_kernel(variant).library
