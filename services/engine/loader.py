@@ -85,7 +85,10 @@ def load_engine(
         kernel = f"{kernel}, {weights} weights"
     sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
     built = Engine(runner, shape, cache_budget_bytes, loaded.dtype, model_name=model, kernel=kernel, **sizes)
-    _log_kernel(built)
+    if obstacle and loaded.device.type == "cpu":
+        _log.warning("%s runs without the compiled CPU kernel (%s), several times as slowly", model, obstacle)
+    else:
+        _log.info("%s runs with the kernel %s on %s", model, kernel, loaded.device.type)
     with _first_forwards(loaded):
         check_model(built, loaded, is_quantised=bool(quantised))
     if deterministic:
@@ -179,14 +182,3 @@ def _choose_runner(
         native = build_native(loaded, layout.windows, layout.vocab_size, quantised)
         return NativeRunner(native), replace(apart, dtype=torch.float32), load_kernel().variant
     return TransformersRunner(loaded, layout), joined, f"none: {obstacle}"
-
-
-def _log_kernel(engine: Engine) -> None:
-    if engine.device.type == "cpu" and engine.kernel.startswith("none"):
-        _log.warning(
-            "%s runs without the compiled CPU kernel (%s): its forwards take several times as long",
-            engine.model_name,
-            engine.kernel,
-        )
-    else:
-        _log.info("%s runs with the kernel %s on %s", engine.model_name, engine.kernel, engine.device.type)

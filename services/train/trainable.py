@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gammaray.errors import FailedPreconditionError
 from gammaray.program.files import replacing
+from services.engine.core.device import has_bfloat16
 from services.process.fingerprints import model_identity, vocab_sha256
 from services.train.answers.store import Sequence, disk, write_json
 from services.train.batches import Batch
@@ -138,12 +139,6 @@ def fingerprints_of(target: str) -> dict[str, str]:
     if not all(fingerprints.values()):
         raise FailedPreconditionError(f"{target}: its weights or its tokenizer have no fingerprint")
     return fingerprints
-
-
-def has_bfloat16(device: str) -> bool:
-    """Whether a device computes products in bfloat16; a CPU without such instructions converts."""
-    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
-    return device != "cpu" or bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:

@@ -1,4 +1,4 @@
-"""What a CUDA device can do, and which errors lose it; the seam at which tests stand in for a card.
+"""What a device can do, and which errors lose it; the seam at which tests stand in for a card.
 
 Some errors of CUDA stick: after a device-side assertion or an illegal memory access every later call of the
 process fails. So does every collective after an error of NCCL. Such an engine is lost, and its worker must
@@ -27,6 +27,12 @@ _ORDINARY = ("out of memory", "invalid argument", "invalid configuration argumen
 def device_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA device, such as (9, 0); None for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def has_bfloat16(kind: str) -> bool:
+    """Whether devices of a kind, such as "cpu", have products of bfloat16; other CPUs convert first."""
+    found: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return kind != "cpu" or bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def wait_for_device(device: torch.device) -> None:
