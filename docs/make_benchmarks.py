@@ -265,11 +265,11 @@ CLAIMS = (
     ),
     Claim(
         "A real pair: a draft worker beside the target",
-        "Qwen2.5-Coder, 1.5B in bfloat16 and 0.5B in int8, a core each, one prompt of each category, "
-        "decoding after the first token; in turn: the target worker drafts itself, the better "
+        "Qwen2.5-Coder, 1.5B in bfloat16 and 0.5B in int8, a core with AMX each, one prompt of each "
+        "category, decoding after the first token; in turn: the target worker drafts itself, the better "
         "of both γ. "
         "[lab.md](lab.md#a-real-pair-on-one-machine) has what limits it, and llama.cpp.",
-        "peers-2026-11-30-6",
+        "peers-2026-11-30-7",
         pair,
     ),
     Claim(
