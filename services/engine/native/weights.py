@@ -3,7 +3,7 @@
 Query, key and value rows are one matrix, gate and up another. Weights that bfloat16 represents without loss,
 as nearly all published ones, are stored as bfloat16, those of a quantised draft as int8, others as
 float32. The arithmetic is float32, or exact as `tiles.h` and `integers.h` have it. Of a model whose dtype is
-bfloat16 the inputs of products are rounded to it, see `pairs.h`.
+bfloat16 the inputs of products are rounded to it, see `pairs.h` and `tiles.h`.
 """
 
 from __future__ import annotations

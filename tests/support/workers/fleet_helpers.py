@@ -37,7 +37,7 @@ async def fleet_of(*workers: ScriptedWorker, registry=None, sha: str = ""):
 
 
 def num_up(pool) -> int:
-    return sum(link.is_up for link in pool.links.values())
+    return sum(link.is_up for link in tuple(pool.links.values()))
 
 
 def clients(
