@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from functools import partial
 
 from gammaray.errors import GammarayError
 from gammaray.telemetry.meter import Counter, Meter
@@ -51,7 +50,7 @@ class OrchestratorMeter:
         meter.gauge("gammaray.requests.active", lambda: admission.num_running)
         meter.gauge("gammaray.requests.waiting", lambda: admission.num_waiting)
         for pool in (fleet.drafts, fleet.targets):
-            meter.gauge("gammaray.workers", partial(getattr, pool, "num_up"), role=pool.role)
+            meter.gauge("gammaray.workers", pool.num_up, role=pool.role)
 
     def request(self, request: GenerationRequest) -> RequestMeter:
         return RequestMeter(self, is_resume=request.resume_from is not None)

@@ -124,6 +124,10 @@ class WorkerPool(Generic[BlockT, ResultT]):
     def status(self) -> list[ProcessStatus]:
         return [self._status(link) for link in self.links.values()]
 
+    def num_up(self) -> int:
+        """Return the number of connected workers; thread-safe."""
+        return sum(link.is_up for link in tuple(self.links.values()))
+
     def _status(self, link: WorkerConnection[BlockT, ResultT]) -> ProcessStatus:
         info = link.info
         if info is None:

@@ -14,7 +14,7 @@ from gammaray.v1 import types_pb2 as pb
 from orchestrator.workers import connection as links
 from orchestrator.workers.connection import WorkerConnection
 from orchestrator.workers.protocol import TARGET
-from tests.support.workers.fleet_helpers import ListRegistry, clients, emitted, fleet_of, num_up
+from tests.support.workers.fleet_helpers import ListRegistry, clients, emitted, fleet_of
 from tests.support.workers.scripted_workers import PROMPT, continuation, finish, make_session, scripted, until
 
 pytestmark = pytest.mark.integration
@@ -65,8 +65,8 @@ async def test_fleet_worker_of_another_vocabulary_that_joins_is_refused_and_repo
             registry.known["target"] |= {other.address, unknown.address}
             await until(lambda: fleet.targets.refusals() != [])
             registry.known["draft"] = {draft.address, wrong.address}
-            await until(lambda: num_up(fleet.drafts) == 1)  # a refused target's tokenizer does not count
-            await until(lambda: num_up(fleet.targets) == 2)
+            await until(lambda: fleet.drafts.num_up() == 1)  # a refused target's tokenizer does not count
+            await until(lambda: fleet.targets.num_up() == 2)
             await until(lambda: fleet.drafts.refusals() != [])
             healthy = {status.address: status.healthy for status in fleet.status()}
             assert healthy.pop(other.address) is healthy.pop(wrong.address) is False

@@ -37,7 +37,6 @@ from tests.simulation.tiny_model import (
     draft_scheduler,
     target_scheduler,
 )
-from tests.support.workers.fleet_helpers import num_up
 
 SERVE = "unix:serve"
 WORKERS = ("draft-0", "draft-1", "target-0", "target-1")
@@ -265,7 +264,7 @@ class Cluster:
             if replica is None or replica.orchestrator is None:
                 return False
             fleet = replica.orchestrator.fleet
-            return num_up(fleet.targets) + num_up(fleet.drafts) >= len(WORKERS)
+            return fleet.targets.num_up() + fleet.drafts.num_up() >= len(WORKERS)
 
         while not all(map(is_ready, ORCHESTRATORS)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

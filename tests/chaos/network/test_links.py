@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.chaos.network.links import Fault, Network
-from tests.support.workers.fleet_helpers import clients, fleet_of, num_up
+from tests.support.workers.fleet_helpers import clients, fleet_of
 from tests.support.workers.scripted_workers import finish, make_session, scripted, until
 
 
@@ -21,6 +21,6 @@ async def test_worker_whose_link_stalls_is_left_before_its_deadlines():
                 await finish(session, *clients(fleet, session), 3)
                 with network.faulty([link], Fault("stalled", stalls=True)):
                     since = time.monotonic()
-                    await until(lambda: num_up(fleet.targets) == 0)
+                    await until(lambda: fleet.targets.num_up() == 0)
                     assert time.monotonic() - since < 5.0
             worker.address = address

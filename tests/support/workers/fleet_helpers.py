@@ -36,10 +36,6 @@ async def fleet_of(*workers: ScriptedWorker, registry=None, sha: str = ""):
         await fleet.close()
 
 
-def num_up(pool) -> int:
-    return sum(link.is_up for link in tuple(pool.links.values()))
-
-
 def clients(
     fleet, session, *, propose_timeout_s=30.0, verify_timeout_s=30.0, wait_s=30.0, prefill_timeout_s=30.0
 ):
