@@ -1,4 +1,4 @@
-/* Products of bfloat16 inputs and weights (AVX512-BF16), a part of kernel.c.
+/* Products of bfloat16 inputs and weights (AVX512-BF16 without AMX, see tiles.h), a part of kernel.c.
  *
  * For models whose dtype is bfloat16: inputs are rounded to it, as on GPUs. An instruction adds the products of two
  * inputs for LANES outputs to float32 sums, so that rows cost half of what they do in float32.
