@@ -16,20 +16,19 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from services.engine.core.model import eos_token_ids, load_model
 from services.train.answers.prompts import Job, Passages, Turns, own_jobs
-from services.train.answers.states import recorder
 from services.train.batches import Batch
 from services.train.head import TrainableHead
 from services.train.losses import coupled, loss_of, overlap
@@ -218,6 +217,15 @@ def heats(talks: Conversations) -> Tensor:
     return talks.temperatures.clamp_min(_COOLEST)
 
 
+def _recorder(states: dict[int, Tensor], tap: int) -> Callable[..., None]:
+    """Return a hook that records what enters a module as the state of `tap`."""
+
+    def record(_module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        states[tap] = positional[0] if positional else named["hidden_states"]
+
+    return record
+
+
 class Teacher:
     """Makes batches: the target's states and its most likely tokens, computed as they are needed.
 
@@ -232,7 +240,7 @@ class Teacher:
         modules = [*self._decoder.layers, self._decoder.norm]
         self._found: dict[int, Tensor] = {}
         for tap in taps:
-            modules[tap].register_forward_pre_hook(recorder(self._found, tap), with_kwargs=True)
+            modules[tap].register_forward_pre_hook(_recorder(self._found, tap), with_kwargs=True)
         self._taps = taps
 
     @torch.no_grad()

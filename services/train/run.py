@@ -20,6 +20,7 @@ from gammaray.program.prompts import read_prompts
 from gammaray.qualify.training import TrainTask
 from services.engine.core.device import has_bfloat16
 from services.engine.core.model import LoadedModel, eos_token_ids, load_config, load_model
+from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.train.answers.prompts import Passages, Turns, file_jobs, own_jobs
 from services.train.answers.states import StateStore
@@ -38,8 +39,9 @@ _REPORT_S = 15.0
 UNROLL_FROM = 0.5
 """Share of the time after which a new head is trained in several steps; one step learns faster at first."""
 
-_RATE, _HEAD_RATE = 2e-3, 1e-3
-"""Peaks of the learning rate; a head begins near what it should be."""
+_RATE, _HEAD_RATE, _HEAD_RATE_SIZE = 2e-3, 1e-3, 576
+"""Peaks of the learning rate: of a draft model, and of a head up to this hidden size, for the square of which
+it falls: at 1,536 a head diverges with 0.001."""
 
 _TEMPERATURES = (0.0, 1.0)
 """Of the answers, in turn."""
@@ -94,6 +96,7 @@ class _Run:
         self.identity = fingerprints_of(path)
         config = load_config(path).get_text_config()
         self.vocab_size, count = int(config.vocab_size), config.num_hidden_layers
+        self.head_rate = _HEAD_RATE * min(1.0, _HEAD_RATE_SIZE / config.hidden_size) ** 2
         self.is_head = task.kind == "eagle3"
         self.layers = _layers(task, count)
         with disk(work):
@@ -110,6 +113,20 @@ class _Run:
     def target(self) -> LoadedModel:
         """The target in float32; not loaded beside the engine that writes the answers."""
         return load_model(self.path, device="cpu", dtype="float32")
+
+    @cached_property
+    def states(self) -> StateStore:
+        return StateStore(self.work / "states", self._engine, self.layers)
+
+    def _engine(self) -> Engine:
+        task = self.task
+        # GPUs' default, too. With 64 rows a CPU takes half of the time that it takes in float32.
+        dtype = "bfloat16" if task.device == "cpu" and has_bfloat16("cpu") else "auto"
+        engine = load_engine(
+            self.path, device=task.device, dtype=dtype, threads=task.threads, cache_budget_bytes=_CACHE_BYTES
+        )
+        torch.set_num_threads(task.threads)  # the compiled kernel leaves torch one
+        return engine
 
     def elapsed(self) -> float:
         return time.monotonic() - self.began
@@ -135,12 +152,9 @@ class _Run:
             jobs = file_jobs(list(map(Turns(tokenizer).prompt, texts)), _TEMPERATURES)
         else:
             jobs = file_jobs([tokenizer(text)["input_ids"] for text in texts], _TEMPERATURES)
-        # GPUs' default, too. With 64 rows a CPU takes half of the time that it takes in float32.
-        dtype = "bfloat16" if task.device == "cpu" and has_bfloat16("cpu") else "auto"
-        engine = load_engine(
-            self.path, device=task.device, dtype=dtype, threads=task.threads, cache_budget_bytes=_CACHE_BYTES
-        )
-        writer = Writer(engine, self.store, jobs, task, eos_token_ids(self.path), tokenizer, passages)
+        engine = self._engine()
+        eos, states = eos_token_ids(self.path), self.states if self.is_head else None
+        writer = Writer(engine, self.store, jobs, task, eos, tokenizer, passages, states)
         last = time.monotonic()
         for count in writer.write(self.began + limit, self.stopped):
             if time.monotonic() - last > _REPORT_S:
@@ -151,7 +165,7 @@ class _Run:
 
     def _train(self) -> bool:
         task = self.task
-        torch.set_num_threads(task.threads)  # the engine that wrote the answers may have left torch one
+        torch.set_num_threads(task.threads)
         sequences = [
             _clipped(s)
             for s in self.store.sequences()
@@ -163,7 +177,7 @@ class _Run:
             few = f"{len(sequences)} answers are too few"
             raise FailedPreconditionError(f"{few}: allow more minutes or tokens")
         drafter = self._drafter(taught)
-        peak = task.learning_rate or (_HEAD_RATE if self.is_head else _RATE)
+        peak = task.learning_rate or (self.head_rate if self.is_head else _RATE)
         optimizer = optimizer_of(drafter, peak)
         progress = self._restore(drafter, optimizer)
         budget, is_first = task.minutes * 60, True
@@ -202,9 +216,7 @@ class _Run:
         module = self.target.module
         drafter: Trainable
         if self.is_head:
-            reader = load_model(self.path, device=task.device, dtype="bfloat16").module
-            states = StateStore(self.work / "states", reader, self.layers)
-            drafter = TrainableHead(module, self.layers, rows, states.of)
+            drafter = TrainableHead(module, self.layers, rows, self.states.of)
         else:
             drafter = TrainableDraft(module, self.layers, rows)
         if task.init and not state.exists():

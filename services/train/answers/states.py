@@ -1,76 +1,54 @@
-"""Hidden states of the target over stored answers: computed when first needed, then kept on disk."""
+"""Hidden states of the target over stored answers, on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from gammaray.program.files import replacing
+from services.engine.core.batch import SequenceInput
+from services.engine.engine import Engine
 from services.train.answers.store import Sequence, disk
 
 
 class StateStore:
-    """The states that enter some layers of a target, in a folder next to the answers.
+    """The states `taps`, see `Engine.tap`, of a target, in a folder next to the answers.
 
-    It has a folder for these layers, with JOB.npy for each answer: bfloat16 [tokens, taps, hidden_size], as
-    int16. Tap j is the state that enters layer j of the target's `layers`; the number of layers stands for
-    what enters its last `norm`.
+    It has a folder for these taps, with JOB.npy for each answer: bfloat16 [tokens, taps, hidden_size], as
+    int16. `load` loads the target where answers have no states: those of another choice of taps.
     """
 
-    def __init__(self, folder: Path, target: PreTrainedModel, taps: Items[int]) -> None:
-        model: Any = target
-        decoder = model.get_decoder()
-        self._decoder, self._folder = decoder, folder / "-".join(map(str, taps))
-        modules: list[nn.Module] = [*decoder.layers, decoder.norm]
-        self._tapped = [(tap, modules[tap]) for tap in taps]
+    def __init__(self, folder: Path, load: Callable[[], Engine], taps: Items[int]) -> None:
+        self.taps, self._load, self._folder = tuple(taps), load, folder / "-".join(map(str, taps))
         with disk(folder):
             self._folder.mkdir(parents=True, exist_ok=True)
 
+    def add(self, number: int, states: Tensor) -> None:
+        """Store the states of a job's answer, [tokens, taps, hidden_size]."""
+        with disk(self._folder), replacing(self._file(number)) as path, path.open("wb") as file:
+            np.save(file, states.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy())
+
     def of(self, sequences: Items[Sequence]) -> list[Tensor]:
         """Return the states of sequences, bfloat16 [tokens, taps, hidden_size]."""
-        if missing := [sequence for sequence in sequences if not self._path(sequence).exists()]:
-            self._compute(missing)
-        arrays = [np.load(self._path(sequence)) for sequence in sequences]
+        for sequence in sequences:
+            if not self._file(sequence.number).exists():
+                self._engine.step([SequenceInput("states", 0, sequence.token_ids.tolist(), 0)])
+                self.add(sequence.number, self._engine.taps[0])
+                self._engine.release("states")
+        arrays = [np.load(self._file(s.number), mmap_mode="c")[: len(s.token_ids)] for s in sequences]
         return [torch.from_numpy(array).view(torch.bfloat16) for array in arrays]
 
-    def _path(self, sequence: Sequence) -> Path:
-        return self._folder / f"{sequence.number}.npy"
+    @cached_property
+    def _engine(self) -> Engine:
+        engine = self._load()
+        engine.tap(self.taps)
+        return engine
 
-    @torch.no_grad()
-    def _compute(self, sequences: Items[Sequence]) -> None:
-        width = max(len(sequence.token_ids) for sequence in sequences)
-        token_ids = torch.zeros(len(sequences), width, dtype=torch.long)
-        for row, sequence in zip(token_ids, sequences, strict=True):
-            row[: len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids.astype("int64"))
-        states_of: dict[int, Tensor] = {}
-        hooks = [
-            module.register_forward_pre_hook(recorder(states_of, tap), with_kwargs=True)
-            for tap, module in self._tapped
-        ]
-        try:
-            # Padding follows the text, to which a causal model does not attend.
-            self._decoder(token_ids.to(next(self._decoder.parameters()).device), use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        states = torch.stack([states_of[tap] for tap, _ in self._tapped], dim=2).to("cpu", torch.bfloat16)
-        with disk(self._folder):
-            for sequence, rows in zip(sequences, states, strict=True):
-                with replacing(self._path(sequence)) as path, path.open("wb") as file:
-                    np.save(file, rows[: len(sequence.token_ids)].view(torch.int16).numpy())
-
-
-def recorder(states: dict[int, Tensor], tap: int) -> Callable[..., None]:
-    """Return a hook that records what enters a module as the state of `tap`."""
-
-    def record(_module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-        states[tap] = positional[0] if positional else named["hidden_states"]
-
-    return record
+    def _file(self, number: int) -> Path:
+        return self._folder / f"{number}.npy"

@@ -1,6 +1,7 @@
 """Lets the target write answers: continuous batches on the engine, stored with the most likely tokens.
 
-The rows of logits that draw an answer are the ones a drafter learns from, so the target reads no text twice.
+The rows of logits that draw an answer are the ones a drafter learns from, and the states of these forwards
+those that a head reads, so the target reads no text twice.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gammaray.errors import FailedPreconditionError
@@ -19,6 +21,7 @@ from gammaray.qualify.training import TrainTask
 from services.engine.core.batch import SequenceInput
 from services.engine.engine import Engine
 from services.train.answers.prompts import Job, Passages
+from services.train.answers.states import StateStore
 from services.train.answers.store import TOP_K, AnswerStore, Sequence
 
 _MAX_TURN_TOKENS = 96
@@ -37,6 +40,7 @@ class _Running:
     turn_tokens: int = 0
     top_ids: list[Tensor] = field(default_factory=list)
     top_logs: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -48,7 +52,7 @@ class _Running:
 
 
 class Writer:
-    """Generates the answers of jobs that are not stored yet; their texts become `passages`."""
+    """Generates the answers, with `states`, of jobs that are not stored yet; the texts become `passages`."""
 
     def __init__(
         self,
@@ -59,9 +63,11 @@ class Writer:
         eos_token_ids: tuple[int, ...],
         tokenizer: Any,
         passages: Passages,
+        states: StateStore | None,
     ) -> None:
+        engine.tap(states.taps if states else ())
         self._engine, self._store, self._jobs, self._task = engine, store, jobs, task
-        self._eos, self._tokenizer, self._passages = eos_token_ids, tokenizer, passages
+        self._eos, self._tokenizer, self._passages, self._states = eos_token_ids, tokenizer, passages, states
         self._random = torch.Generator().manual_seed(task.seed + len(store.jobs))
         self._running: list[_Running] = []
         self._waiting: Job | None = None
@@ -120,6 +126,8 @@ class Writer:
             places = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])[:, 0]
             drawn[hot] = places.clamp_max(rows.size(1) - 1)
         ids, logs = top.indices.int().cpu(), (top.values - total[:, None]).half().cpu()
+        for text, states in zip(self._running, self._engine.taps, strict=False):  # none without a head
+            text.states.append(states)
         running, self._running = self._running, []
         for row, (text, token) in enumerate(zip(running, drawn.tolist(), strict=True)):
             text.fed = len(text.token_ids)
@@ -160,6 +168,9 @@ class Writer:
             token_ids = np.array(text.token_ids, dtype=np.int32)
             top_ids, top_logs = (torch.stack(rows).numpy() for rows in (text.top_ids, text.top_logs))
             answer = Sequence(token_ids, text.num_prompt, job.temperature, top_ids, top_logs, job.number)
+            if self._states:  # first, as an answer without states has them computed again
+                # The last token was not fed. No prediction is made from its state.
+                self._states.add(job.number, F.pad(torch.cat(text.states), (0, 0, 0, 0, 0, 1)))
             self._store.append(answer)
             self._passages.add(self._tokenizer.decode(text.token_ids[text.num_prompt : -1]))
         return True

@@ -11,6 +11,7 @@ import torch
 from benchmarks.train_head import Conversations, Teacher, Writer, main, measure, train
 from services.demo_pair import TARGET_DIR
 from services.engine.core.model import load_model
+from services.engine.loader import load_engine
 from services.train.answers.prompts import Job
 from services.train.answers.states import StateStore
 from services.train.answers.store import Sequence
@@ -89,7 +90,7 @@ def test_batches_are_those_of_stored_answers(target, tmp_path, temperature):
     sequence = Sequence(
         token_ids[0].int().numpy(), first, 0.0, top.indices.numpy(), top.values.half().numpy()
     )
-    states = StateStore(tmp_path, target, TAPS).of([sequence])
+    states = StateStore(tmp_path, partial(load_engine, str(TARGET_DIR)), TAPS).of([sequence])
     expected = build_batch([sequence], 3, states)
     found = Teacher(target, TAPS).batch(one, torch.arange(2048), 3, torch.zeros(1, dtype=torch.long))
     for name in ("token_ids", "starts", "place", "labels", "top_ids"):
