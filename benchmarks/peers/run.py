@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,13 +27,14 @@ from benchmarks.peers.llama_server import (
     modes,
     running_llama,
 )
-from benchmarks.peers.stacks import VARIANTS, TracedStack
+from benchmarks.peers.stacks import SINGLE, VARIANTS, TracedStack
 from benchmarks.prompts import Task, load_tasks
 from gammaray import AsyncClient
 from gammaray.bench.loops import loops_line, without_loops
 from gammaray.bench.measure import PLAIN, Samples, measure
 from gammaray.bench.prompts import fingerprint
 from gammaray.bench.systems import Ask, Stack, System
+from gammaray.client.request import GenerateOptions
 from gammaray.demo_pair import resolve_model
 from gammaray.errors import GammarayError, InvalidArgumentError
 from gammaray.types import MAX_GAMMA
@@ -51,7 +52,7 @@ ALL = "all"
 
 _PEERS = (REFERENCE, f"lookup-{_LOOKUP}")
 _WITH_DRAFT = tuple(f"assisted-{count}" for count in _ASSISTED)
-SYSTEMS = (PLAIN, *VARIANTS, *_PEERS, *_WITH_DRAFT, *modes(Path(), 1))
+SYSTEMS = (PLAIN, *VARIANTS, *SINGLE, *_PEERS, *_WITH_DRAFT, *modes(Path(), 1))
 """All that can be measured, and left out."""
 
 
@@ -234,6 +235,7 @@ class _Started:
         peers: Systems of transformers, which completes one prompt per call: measured with one in flight only.
         llama: Those of llama.cpp.
         gammas: Those of gammaray's that are fixed, besides 0.
+        variants: Options of its other systems, by name.
         in_target: Clients of clusters that draft in the target worker, by name.
         processes: Those of each program.
     """
@@ -242,6 +244,7 @@ class _Started:
     peers: list[System]
     llama: list[System]
     gammas: tuple[int, ...]
+    variants: Mapping[str, GenerateOptions]
     in_target: dict[str, AsyncClient]
     processes: dict[str, list[psutil.Process]]
 
@@ -253,7 +256,9 @@ class _Started:
         kind = TracedStack if streams == 1 else Stack
         systems = [*(self.peers if streams == 1 else ()), *self.llama]
         systems += [kind(gamma, self.client) for gamma in (0, *self.gammas)]
-        systems += [kind("adaptive", self.client, options=how, name=name) for name, how in VARIANTS.items()]
+        systems += [
+            kind("adaptive", self.client, options=how, name=name) for name, how in self.variants.items()
+        ]
         for name, client in self.in_target.items():
             systems += [kind(g, client, name=f"gammaray-{g}, in the target: {name}") for g in self.gammas]
             systems.append(kind("adaptive", client, name=f"gammaray-adaptive, in the target: {name}"))
@@ -298,7 +303,8 @@ async def _start(settings: Settings, context: int, stack: AsyncExitStack) -> _St
                 url = await stack.enter_async_context(server)
                 llama.append(await stack.enter_async_context(connected_llama(name, url)))
                 started(name)
-    return _Started(client, peers, llama, settings.gammas, in_target, processes)
+    variants = VARIANTS | (SINGLE if settings.draft and settings.head else {})
+    return _Started(client, peers, llama, settings.gammas, variants, in_target, processes)
 
 
 def _below() -> list[psutil.Process]:

@@ -20,6 +20,12 @@ VARIANTS: dict[str, GenerateOptions] = {"gammaray-adaptive": {}, "gammaray-suffi
 """What is measured besides gamma 0, with the options of each request: all drafters together, with the task's
 prediction, and single ones. Gamma is adaptive unless the options name one."""
 
+SINGLE: dict[str, GenerateOptions] = {
+    "gammaray-model": {"drafter": "model"},
+    "gammaray-head": {"drafter": "head"},
+}
+"""As `VARIANTS`, where a cluster has both drafters."""
+
 
 class TracedStack(Stack):
     """A Stack that afterwards reads the times at the server from the session's trace."""

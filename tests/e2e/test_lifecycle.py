@@ -51,9 +51,9 @@ def raylet_and_guardian(launcher):
 
 @pytest.mark.nightly
 def test_setting_that_a_worker_refuses_ends_the_start_with_its_words():
-    complaint = refuse("--engine", "native", "--dtype", "bfloat16")
+    complaint = refuse("--engine", "native", "--dtype", "float16")
     assert complaint.startswith("gammaray: engine: got native, allowed: auto or transformers for ")
-    assert complaint.endswith(": bfloat16 is not covered\n")
+    assert complaint.endswith(": float16 is not covered\n")
 
 
 def test_sigterm_during_startup_leaves_no_process_and_prints_nothing():

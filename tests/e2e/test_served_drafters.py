@@ -1,4 +1,4 @@
-"""`gammaray up` with a head in the target worker."""
+"""`gammaray up` with a head in the target worker, and with a pair in bfloat16."""
 
 import signal
 from pathlib import Path
@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from gammaray import Client
+from gammaray.receipts.keys import rotate
+from gammaray.receipts.receipt import SignedReceipt
 from gammaray.types import DrafterKind, GammaPolicy
 from services.demo_pair import TARGET_DIR
+from services.receipts.check import ReceiptChecker
 from tests.support.cluster.cluster_helpers import eventually, running_cluster
 from tests.support.head_helpers import bigram_head
 
@@ -17,8 +20,8 @@ PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
 TARGET = ("--target", str(TARGET_DIR))
 
 
-def run(client, drafter, gamma, temperature):
-    options = {"seed": 7, "max_tokens": 64, "ignore_eos": True, "temperature": temperature}
+def run(client, drafter, gamma, temperature, **changes):
+    options = changes | {"seed": 7, "max_tokens": 64, "ignore_eos": True, "temperature": temperature}
     return client.complete(PROMPT, drafter=drafter, gamma=gamma, **options)
 
 
@@ -54,3 +57,17 @@ def test_text_drafted_by_a_head_is_that_of_plain_decoding(tmp_path):
 
             assert eventually(is_recorded)
         cluster.check_stop(signal.SIGINT)
+
+
+def test_text_of_a_pair_in_bfloat16_is_that_of_plain_decoding(tmp_path):
+    rotate(keys := tmp_path / "receipts.json")
+    options = "--dtype", "bfloat16", "--receipt-keys-file", str(keys)
+    with running_cluster(*options) as cluster, Client(cluster.grpc) as client:
+        checker = ReceiptChecker("demo")
+        for temperature in (0.0, 1.0):
+            plain = run(client, "none", 0, temperature)
+            drafted = run(client, "model", 4, temperature, receipt=True)
+            assert ids(drafted) == ids(plain)
+            assert drafted.summary.cycles < len(plain.tokens) / 2
+            verdict = checker.verdict(SignedReceipt.parse(drafted.receipt).receipt)
+            assert (verdict.result, verdict.dtype) == ("valid", "bfloat16"), verdict
