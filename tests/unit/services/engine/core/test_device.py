@@ -5,7 +5,7 @@ import torch
 
 from gammaray.errors import InvalidArgumentError
 from services.engine.core import model
-from services.engine.core.device import raise_if_lost
+from services.engine.core.device import has_bfloat16, raise_if_lost
 from services.engine.core.errors import EngineLostError
 from services.engine.core.model import torch_dtype
 
@@ -50,3 +50,12 @@ def test_torch_dtype_by_card(monkeypatch):
     monkeypatch.setattr(model, "device_capability", lambda _: (7, 5))
     with pytest.raises(InvalidArgumentError, match=r"float16 .*compute capability 7\.5 lacks bfloat16"):
         torch_dtype("bfloat16", card)
+
+
+@pytest.mark.parametrize(
+    ("found", "has"), [({}, False), ({"avx512_bf16": False}, False), ({"avx512_bf16": True}, True)]
+)
+def test_a_cpu_has_products_of_bfloat16_by_its_instructions(monkeypatch, found, has):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    assert has_bfloat16("cpu") is has
+    assert has_bfloat16("cuda")
