@@ -39,9 +39,8 @@ _REPORT_S = 15.0
 UNROLL_FROM = 0.5
 """Share of the time after which a new head is trained in several steps; one step learns faster at first."""
 
-_RATE, _HEAD_RATE, _HEAD_RATE_SIZE = 2e-3, 1e-3, 576
-"""Peaks of the learning rate: of a draft model, and of a head up to this hidden size, for the square of which
-it falls: at 1,536 a head diverges with 0.001."""
+_RATE, _HEAD_RATE = 2e-3, 1e-3
+"""Peaks of the learning rate, as `Trainable.rate` takes them; a head begins near what it should be."""
 
 _TEMPERATURES = (0.0, 1.0)
 """Of the answers, in turn."""
@@ -96,7 +95,6 @@ class _Run:
         self.identity = fingerprints_of(path)
         config = load_config(path).get_text_config()
         self.vocab_size, count = int(config.vocab_size), config.num_hidden_layers
-        self.head_rate = _HEAD_RATE * min(1.0, _HEAD_RATE_SIZE / config.hidden_size) ** 2
         self.is_head = task.kind == "eagle3"
         self.layers = _layers(task, count)
         with disk(work):
@@ -177,7 +175,7 @@ class _Run:
             few = f"{len(sequences)} answers are too few"
             raise FailedPreconditionError(f"{few}: allow more minutes or tokens")
         drafter = self._drafter(taught)
-        peak = task.learning_rate or (self.head_rate if self.is_head else _RATE)
+        peak = task.learning_rate or drafter.rate(_HEAD_RATE if self.is_head else _RATE)
         optimizer = optimizer_of(drafter, peak)
         progress = self._restore(drafter, optimizer)
         budget, is_first = task.minutes * 60, True
@@ -290,9 +288,5 @@ def _layers(task: TrainTask, count: int) -> tuple[int, ...]:
 def _clipped(sequence: Sequence) -> Sequence:
     count = min(_MAX_LENGTH, len(sequence.token_ids))
     answer = count - sequence.num_prompt
-    return replace(
-        sequence,
-        token_ids=sequence.token_ids[:count],
-        top_ids=sequence.top_ids[:answer],
-        top_logs=sequence.top_logs[:answer],
-    )
+    ids, logs = sequence.top_ids[:answer], sequence.top_logs[:answer]
+    return replace(sequence, token_ids=sequence.token_ids[:count], top_ids=ids, top_logs=logs)

@@ -26,6 +26,9 @@ DEPTH = 5
 UNROLL = 3
 """Steps in which a head is trained on its own states, but for the first half of the time of a new one."""
 
+_LARGE = 576
+"""Hidden size above which the learning rate falls: at 1,536 a head diverges with 0.001."""
+
 _DEPTH_WEIGHT = 0.8
 """Weight of a depth's loss relative to the one before, as a depth counts only if those before were right."""
 
@@ -50,6 +53,10 @@ class Trainable(nn.Module):
     @abstractmethod
     def head(self) -> Tensor:
         """The output matrix, [rows, hidden_size]."""
+
+    def rate(self, small: float) -> float:
+        """Return the learning rate, where `small` is that of a small drafter."""
+        return small * min(1.0, _LARGE / self.head.shape[1]) ** 2
 
     @property
     @abstractmethod
@@ -156,7 +163,10 @@ def write_drafter(
     about: str,
 ) -> int:
     """Write the directory of a drafter, as `Trainable.save`; return the size of the weights in bytes."""
-    stored = {key: _narrow(value).detach().to("cpu").contiguous() for key, value in weights.items()}
+    stored = {
+        key: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else None).contiguous()
+        for key, value in weights.items()
+    }
     described = {
         "format": 1,
         "target": {"name": name, "fingerprint": identity["target"]},
@@ -179,7 +189,3 @@ def write_drafter(
         write_json(folder / "gammaray.json", described)
         (folder / "README.md").write_text(text, encoding="utf-8")
     return (folder / "model.safetensors").stat().st_size
-
-
-def _narrow(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor

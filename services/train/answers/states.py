@@ -36,11 +36,10 @@ class StateStore:
 
     def of(self, sequences: Items[Sequence]) -> list[Tensor]:
         """Return the states of sequences, bfloat16 [tokens, taps, hidden_size]."""
-        for sequence in sequences:
-            if not self._file(sequence.number).exists():
-                self._engine.step([SequenceInput("states", 0, sequence.token_ids.tolist(), 0)])
-                self.add(sequence.number, self._engine.taps[0])
-                self._engine.release("states")
+        for missing in (s for s in sequences if not self._file(s.number).exists()):
+            self._engine.step([SequenceInput("states", 0, missing.token_ids.tolist(), 0)])
+            self.add(missing.number, self._engine.taps[0])
+            self._engine.release("states")
         arrays = [np.load(self._file(s.number), mmap_mode="c")[: len(s.token_ids)] for s in sequences]
         return [torch.from_numpy(array).view(torch.bfloat16) for array in arrays]
 

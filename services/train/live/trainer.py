@@ -55,7 +55,7 @@ STEPS, STEP_TOKENS = 20, 512
 """Steps of a round, and least tokens of each."""
 
 RATE = 3e-4
-"""Learning rate, below that of `gammaray train`: the drafter is trained already."""
+"""As `Trainable.rate` takes it, below that of `gammaray train`: the drafter is trained already."""
 
 MIN_GAIN = 1.01
 """Least ratio of expected tokens per proposal, which publishes a version."""
@@ -202,7 +202,7 @@ class Trainer:
     def _new_training(self, store: DrafterFolder, number: int) -> _Training:
         drafter = self._drafter(store, number)
         tenants = dict(store.read().version(number).tenants) if number else {}
-        return _Training(number, drafter, optimizer_of(drafter, RATE), tenants)
+        return _Training(number, drafter, optimizer_of(drafter, drafter.rate(RATE)), tenants)
 
     def _drafter(self, store: DrafterFolder, number: int) -> Trainable:
         directory = str(store.directory(number)) if number else self._base
