@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from gammaray.program.files import replacing, try_lock
 from gammaray.program.prompts import read_prompts
 from gammaray.qualify.training import TrainTask
 from services.engine.core.device import has_bfloat16
-from services.engine.core.model import LoadedModel, eos_token_ids, load_config, load_model
+from services.engine.core.model import eos_token_ids, load_config, load_model
 from services.engine.engine import Engine
 from services.engine.loader import load_engine
 from services.train.answers.prompts import Passages, Turns, file_jobs, own_jobs
@@ -37,7 +37,7 @@ _WARM_UP_STEPS = 40
 _CACHE_BYTES = 4 << 30
 _REPORT_S = 15.0
 UNROLL_FROM = 0.5
-"""Share of the time after which a new head is trained in several steps; one step learns faster at first."""
+"""Share of its training after which a new head is trained in several steps; one learns faster at first."""
 
 _RATE, _HEAD_RATE = 2e-3, 1e-3
 """Peaks of the learning rate, as `Trainable.rate` takes them; a head begins near what it should be."""
@@ -74,12 +74,13 @@ def run(task: TrainTask, report: Callable[[str], None], stopped: Callable[[], bo
 
 @dataclass
 class _Progress:
-    """Steps so far, the best score, the measurements since that one, and the losses since the last one."""
+    """When it began, steps so far, the best score, measurements since that one, losses since the last one."""
 
+    began_s: float
     step: int = 0
     best: float = float("-inf")
     worse: int = 0
-    loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
 
 
 class _Run:
@@ -106,11 +107,6 @@ class _Run:
         except ValueError:
             before = 0.0
         self.began = time.monotonic() - before
-
-    @cached_property
-    def target(self) -> LoadedModel:
-        """The target in float32; not loaded beside the engine that writes the answers."""
-        return load_model(self.path, device="cpu", dtype="float32")
 
     @cached_property
     def states(self) -> StateStore:
@@ -187,21 +183,22 @@ class _Run:
             if (progress.step % task.steps_per_report == 0 and not (is_first and progress.step)) or is_over:
                 self._measure(drafter, held_out, progress, is_first)
                 self._save(drafter, optimizer, progress)
-                progress.loss = 0.0
+                progress.losses.clear()
                 if is_over:
                     return True
                 if progress.worse >= _PATIENCE:
                     self.report(f"no improvement in {progress.worse} measurements: stopped early")
                     return True
             is_first = False
-            share = self.elapsed() / budget
+            share = (self.elapsed() - progress.began_s) / max(budget - progress.began_s, 1.0)
             rate = min(1.0, (progress.step + 1) / _WARM_UP_STEPS) * min(1.0, max(0.05, 2 * (1 - share)))
             optimizer.param_groups[0]["lr"] = peak * rate
             if self.is_head:
                 is_late = share >= UNROLL_FROM or task.init != ""
                 drafter.num_depths = UNROLL if is_late else 1
             seed = task.seed * 1_000_003 + progress.step
-            progress.loss += train_on(drafter, optimizer, taught, task.train_tokens, seed, task.loss)
+            loss = train_on(drafter, optimizer, taught, task.train_tokens, seed, task.loss)
+            progress.losses.append(loss)
             progress.step += 1
 
     def _drafter(self, taught: list[Sequence]) -> Trainable:
@@ -211,7 +208,8 @@ class _Run:
         if state.exists():
             rows = torch.load(state, weights_only=True)["drafter"]["target_ids"]
         torch.manual_seed(task.seed)
-        module = self.target.module
+        module = load_model(self.path, device="cpu", dtype="float32").module
+        self.num_weights = sum(parameter.numel() for parameter in module.parameters())
         drafter: Trainable
         if self.is_head:
             drafter = TrainableHead(module, self.layers, rows, self.states.of)
@@ -225,11 +223,11 @@ class _Run:
         self, drafter: Trainable, held_out: list[Sequence], progress: _Progress, is_first: bool
     ) -> None:
         card = evaluate(drafter, held_out)
-        cost = drafter.num_weights / sum(p.numel() for p in self.target.module.parameters())
+        cost = drafter.num_weights / self.num_weights
         card["predicted_speedup"] = round(card["tokens_per_cycle"] / (1 + DEPTH * cost), 3)
         card |= {"steps": progress.step, "seconds": round(self.elapsed())}
         card["answer_tokens"] = self.store.num_answer_tokens
-        loss = progress.loss / (progress.step % self.task.steps_per_report or self.task.steps_per_report)
+        loss = sum(progress.losses) / max(1, len(progress.losses))
         shown = " ".join(f"{key} {value}" for key, value in card.items() if key not in ("gamma", "seconds"))
         self.report(f"{self.elapsed():.0f} s: " + ("" if is_first else f"loss {loss:.3f} ") + shown)
         score = card["tokens_per_cycle"] + sum(card["coupled"])
@@ -246,6 +244,7 @@ class _Run:
 
     def _save(self, drafter: Trainable, optimizer: torch.optim.Optimizer, progress: _Progress) -> None:
         state = {"shape": self._shape, "step": progress.step, "best": progress.best, "worse": progress.worse}
+        state["began_s"] = progress.began_s
         state |= {"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict()}
         with disk(self.work):
             try:
@@ -258,7 +257,7 @@ class _Run:
     def _restore(self, drafter: Trainable, optimizer: torch.optim.Optimizer) -> _Progress:
         path = self.work / "state.pt"
         if not path.exists():
-            return _Progress()
+            return _Progress(self.elapsed())
         state = torch.load(path, weights_only=True, map_location=self.task.device)
         if state["shape"] != self._shape:
             mismatch = f"{path} has shape {state['shape']}, not {self._shape}"
@@ -266,7 +265,7 @@ class _Run:
         drafter.load_state_dict(state["drafter"])
         optimizer.load_state_dict(state["optimizer"])
         self.report(f"continues at step {state['step']}, after {self.elapsed():.0f} s")
-        return _Progress(state["step"], state["best"], state["worse"])
+        return _Progress(state.get("began_s", 0.0), state["step"], state["best"], state["worse"])
 
 
 def _layers(task: TrainTask, count: int) -> tuple[int, ...]:
