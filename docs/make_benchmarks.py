@@ -26,6 +26,13 @@ from benchmarks.prompts import CATEGORIES  # noqa: E402
 RESULTS = HERE.parent / "benchmarks" / "results"
 SPEED = "peers-2026-11-27-6"
 PLAIN = "gammaray-0"
+_DRAFTERS = {  # by the name of a system; others draft in turn
+    "gammaray-model": "draft worker",
+    "gammaray-head": "head",
+    "gammaray-adaptive": "both",
+    "llama.cpp": "llama.cpp",
+    "llama.cpp-draft-4": "llama.cpp, draft of 4",
+}
 
 Result = dict[str, Any]
 Table = Callable[[Result], Iterator[str]]
@@ -92,29 +99,33 @@ def speed(result: Result) -> Iterator[str]:
 
 
 def pair(result: Result) -> Iterator[str]:
-    """Yield decoding after the first token over gamma 0, by temperature, gamma and category."""
+    """Yield decoding after the first token over gamma 0, by temperature, drafter or program, and category."""
     columns, rows = (*CATEGORIES, "all"), []
     for temperature in temperatures(result):
         found = of_temperature(result, temperature)
-        in_turn: dict[str, float] = {}
         for system in found["all"]:
-            over = {name: found[name][system]["decode_over_plain"]["median"] for name in columns}
-            if ", in the target" in system:
-                in_turn = {name: max(speed, in_turn.get(name, 0.0)) for name, speed in over.items()}
-            elif system != PLAIN:
-                gamma = system.removeprefix("gammaray-").replace("adaptive", "default")
-                rows.append([f"T {temperature:g}, γ {gamma}", *(f"{speed:.2f}" for speed in over.values())])
-        rows.append([f"T {temperature:g}, in turn", *(f"{speed:.2f}" for speed in in_turn.values())])
+            if system == PLAIN:
+                continue
+            of_all = [found[name] for name in columns]
+            speeds = [[by[one]["decode_tokens_per_s"]["median"] for one in (system, PLAIN)] for by in of_all]
+            name = _DRAFTERS.get(system, "in turn")
+            rows.append([f"T {temperature:g}, {name}", *(f"{own / plain:.2f}" for own, plain in speeds)])
     yield from table(("x gamma 0", *columns), rows)
     yield ""
     memory = ", ".join(
-        f"{mb / 1024:.1f} GiB of the {kind} worker{' that drafts in turn' if ',' in name else ''}"
+        f"{mb / 1024:.1f} GiB of {_process(name, kind)}"
         for name, by_kind in result["memory_mb"].items()
         for kind, mb in by_kind.items()
-        if kind in ("target", "draft")
+        if kind in ("target", "draft") or name.startswith("llama")
     )
     equal = next(equal_and_loops(result)).partition(". ")[0].rstrip(".")
     yield f"{equal}. Resident memory: {memory}."
+
+
+def _process(system: str, kind: str) -> str:
+    if kind not in ("target", "draft"):
+        return _DRAFTERS.get(system, system)
+    return f"the {kind} worker{' that drafts in turn' if ',' in system else ''}"
 
 
 def equal_and_loops(result: Result) -> Iterator[str]:
@@ -266,10 +277,11 @@ CLAIMS = (
     Claim(
         "A real pair: a draft worker beside the target",
         "Qwen2.5-Coder, 1.5B in bfloat16 and 0.5B in int8, a core with AMX each, one prompt of each "
-        "category, decoding after the first token; in turn: the target worker drafts itself, the better "
-        "of both γ. "
-        "[lab.md](lab.md#a-real-pair-on-one-machine) has what limits it, and llama.cpp.",
-        "peers-2026-11-30-7",
+        "category, decoding after the first token, adaptive γ. Head: "
+        "[trained for two hours](lab.md#a-head-for-smollm2) on two such cores; both: the default; in turn: "
+        "the target worker drafts with the 0.5B itself. "
+        "[lab.md](lab.md#a-real-pair-on-one-machine) has γ 4, what limits it, and llama.cpp.",
+        "peers-2026-12-01",
         pair,
     ),
     Claim(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import random
@@ -199,6 +200,9 @@ async def compare(settings: Settings, console: Console) -> dict[str, Any]:
                 failures.append(f"temperature {temperature:g}, {streams} in flight: {error!r}")
                 console.print(failures[-1])
                 continue
+            except asyncio.CancelledError:  # by a signal: what is measured is kept
+                failures.append(f"ended at temperature {temperature:g}, {streams} in flight")
+                break
             kept, loops = without_loops(samples)
             if line := loops_line(loops):
                 console.print(line)
