@@ -38,7 +38,7 @@ class TrainTask(BaseModel):
     max_tokens: int = Field(256, ge=8, description="Longest answer.")
     batch: int = Field(64, ge=1, description="Answers generated at once.")
     train_tokens: int = Field(512, ge=1, description="Least answer tokens per step.")
-    learning_rate: float = Field(0.0, ge=0, le=1, description="Peak; 0: 0.001, for plain 0.002; less above hidden size 576.")
+    learning_rate: float = Field(0.0, ge=0, le=1, description="Peak; 0: by kind and hidden size.")
     loss: Literal["kl", "coupled"] = Field(
         "kl", description="Divergence, or what coupled verification rejects."
     )
