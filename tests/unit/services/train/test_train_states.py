@@ -20,9 +20,7 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("states")
     task = make_task(folder, tokens=300, max_tokens=24, steps_per_report=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "services.train.trainable._LARGE", load_engine(str(TARGET_DIR)).runner.hidden_size / 2
-        )
+        patch.setattr("services.train.trainable._LARGE", load_engine(str(TARGET_DIR)).runner.hidden_size / 2)
         run_until(task, "steps 1 ")
     return folder / "work"
 
