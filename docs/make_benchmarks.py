@@ -278,7 +278,7 @@ CLAIMS = (
         "A real pair: a draft worker beside the target",
         "Qwen2.5-Coder, 1.5B in bfloat16 and 0.5B in int8, a core with AMX each, one prompt of each "
         "category, decoding after the first token, adaptive γ. Head: "
-        "[trained for two hours](lab.md#a-head-for-smollm2) on two such cores; both: the default; in turn: "
+        "[trained](lab.md#a-head-for-smollm2) on two such cores in 105 minutes; both: the default; in turn: "
         "the target worker drafts with the 0.5B itself. "
         "[lab.md](lab.md#a-real-pair-on-one-machine) has γ 4, what limits it, and llama.cpp.",
         "peers-2026-12-01",
