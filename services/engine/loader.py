@@ -46,17 +46,14 @@ def load_engine(
 
     Args:
         model: Directory or hub name; of a drafter also `early-exit:N`.
-        device, dtype: As for `load_model`.
-        threads: Arithmetic threads of this process.
+        device, dtype, threads: As for `load_model`; arithmetic threads of this process.
         cache_budget_bytes: Upper bound of all sessions' keys and values together.
-        deterministic: Logits are bit-identical whatever else is in a step: the compiled kernel sums a row
-            over the same numbers in the same order in any step. Other models are refused, and the bits are
-            compared at load.
+        deterministic: Logits are bit-identical whatever else is in a step, with the compiled kernel alone;
+            other models are refused, and the bits are compared at load.
         engine: "native" is the compiled CPU kernel, "transformers" the model's own layers, "auto" the kernel
             where it covers the model.
-        weights: "auto" (as `dtype`) or "int8": a draft's setting `draft_weights`. The engine then serves the
-            quantised model, whatever `dtype` is, on AVX512-VNNI with inputs of 16 bits; never quantise a
-            target.
+        weights: "auto" (as `dtype`) or "int8": a draft's setting `draft_weights`. The engine then serves
+            the quantised model, whatever `dtype` is; never quantise a target.
         draft_for: The target of a drafter, "" if it is not known; None: the model is no drafter. See
             `services.engine.core.drafter`.
 
@@ -85,10 +82,7 @@ def load_engine(
         kernel = f"{kernel}, {weights} weights"
     sizes = {"vocab_size": layout.vocab_size, "max_context": loaded.max_context}
     built = Engine(runner, shape, cache_budget_bytes, loaded.dtype, model_name=model, kernel=kernel, **sizes)
-    if obstacle and loaded.device.type == "cpu":
-        _log.warning("%s runs without the compiled CPU kernel (%s), several times as slowly", model, obstacle)
-    else:
-        _log.info("%s runs with the kernel %s on %s", model, kernel, loaded.device.type)
+    _log_kernel(model, kernel, loaded.device.type, obstacle)
     with _first_forwards(loaded):
         check_model(built, loaded, is_quantised=bool(quantised))
     if deterministic:
@@ -96,6 +90,13 @@ def load_engine(
     if draft is not None:
         built.draft_for(draft)
     return built
+
+
+def _log_kernel(model: str, kernel: str, device: str, obstacle: str) -> None:
+    if obstacle and device == "cpu":
+        _log.warning("%s runs without the compiled CPU kernel (%s), several times as slowly", model, obstacle)
+    else:
+        _log.info("%s runs with the kernel %s on %s", model, kernel, device)
 
 
 def _load(

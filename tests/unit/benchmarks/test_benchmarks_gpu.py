@@ -1,20 +1,12 @@
-"""The comparison on a GPU: what is missing on this machine, deadlines; a vLLM compared without running it."""
+"""The comparison on a GPU: what is missing on this machine; a vLLM compared without running it."""
 
 import argparse
 import subprocess
 import sys
 
-import pytest
-
-from benchmarks.gpu.__main__ import PARTS, deadline
-from benchmarks.gpu.needs import MISSING, NOTE, Finding, distributions, models
+from benchmarks.gpu.needs import MISSING, distributions, models
 from benchmarks.vllm_hooks import Source
 from services.vllm.plugin import needs
-
-
-def test_parts_share_what_time_is_left():
-    assert [deadline(part, [*PARTS], 600) for part in PARTS] == pytest.approx([240, 150, 400, 600])
-    assert deadline("steps", ["steps"], 100) == 100
 
 
 def test_missing_packages_are_named_with_their_wheels_and_models_with_their_files(tmp_path):
@@ -25,11 +17,6 @@ def test_missing_packages_are_named_with_their_wheels_and_models_with_their_file
     assert found["packages"].text.endswith(f"; no wheel in {tmp_path}: gammaray-vllm")
     assert f"--no-index --find-links {tmp_path}" in found["to install"].text
     assert found["target"].state == MISSING
-
-
-def test_what_is_missing_blocks_all_parts_or_those_that_need_it():
-    for state, parts, blocks in [(MISSING, (), 1), (MISSING, ("steps",), 0), (NOTE, (), 0)]:
-        assert Finding("", state, "", parts).blocks("speed") == blocks
 
 
 def test_the_check_needs_the_standard_library_alone():
